@@ -217,6 +217,7 @@ class MakeVariantTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ({'algorithm.advantage': 'token_gae'}, ("objective='dpo'", 'advantage=group_centred')),
+      ({'algorithm.advantage': 'turn_zscore'}, ('one advantage per episode', 'group_centred')),
       ({'algorithm.whiten': True}, ('whiten=True', 'whiten=False')),
       ({'algorithm.divisor': 'paper'}, ("divisor='paper'", 'divisor=none')),
       ({'algorithm.dual_clip': 3.0}, ('dual_clip=3.0', 'dual_clip=0.0')),

@@ -125,6 +125,15 @@ class DealTest(absltest.TestCase):
     bins = packing.Bins(4, epochs, 2, (8,), 0, None)
     return rows, *packing.to_device(rows, bins, jax.random.key(1))
 
+  def test_demonstrations_are_marked_in_all_batches_or_where_they_are(self):
+    rows = make_rows([1] * 4)
+    key = jax.random.key(1)
+    batch, _ = packing.to_device(rows, packing.Bins(4, 1, 2, (8,), 0, None), key)
+    self.assertIsNone(batch.demonstrated)
+    bins = packing.Bins(4, 1, 2, (8,), 0, None, marks_demonstrations=True)
+    batch, _ = packing.to_device(rows, bins, key)
+    np.testing.assert_array_equal(batch.demonstrated, np.zeros(4))
+
   def test_a_step_has_all_rows_of_its_episodes(self):
     segments = [1, 5, 1, 2, 1, 1, 3, 1]
     rows, batch, steps = self.deal(segments)
