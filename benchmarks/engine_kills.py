@@ -1,14 +1,21 @@
-"""Kills trainer and engine at random with kill -9: no question may be lost or played twice.
+"""Kills trainer and engines at random with kill -9: no question may be lost or played twice.
 
   python -m benchmarks.engine_kills --kills=20 --staleness=2
-  python -m benchmarks.engine_kills --kills=20 --python=VENV/bin/python    # vLLM as the engine
+  python -m benchmarks.engine_kills --kills=20 --python=VENV/bin/python    # vLLM as the engines
 
-A run on 24 questions, 8 per update, is sampled by an engine. One of the two processes is killed at
-random moments and started again. Prints a row per kill, and at the end a JSON line. The questions
-of all updates, in their order and cut into epochs, must be a permutation of all questions each.
+A run on 24 questions, 8 per update, is sampled by engines and evaluated after every second update.
+At random moments the trainer, an engine, or the trainer and an engine are killed and started again.
+A moment may lie before the first update, in a resume or in the start check. A trainer that ends by
+itself is started again, as the cluster recipes do, and counted. Prints a row per kill, and at the
+end a JSON line:
+
+  lost      questions that no update of a complete epoch has played, summed over the epochs
+  doubled   records beyond the first of a question in an epoch, the last epoch included
+  uneven    updates that do not have 8 records
 """
 
 import collections
+from collections.abc import Collection
 import contextlib
 import glob
 import json
@@ -19,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from absl import app
 from absl import flags
@@ -29,23 +37,25 @@ from stppo_jax.models import convert
 from stppo_jax.rollout import prepare
 
 _KILLS = flags.DEFINE_integer('kills', 20, 'how often')
+_ENGINES = flags.DEFINE_integer('engines', 2, 'how many')
 _STALENESS = flags.DEFINE_integer('staleness', 2, 'config.pipeline.staleness')
 _SEED = flags.DEFINE_integer('seed', 0, 'of the moments')
 _PYTHON = flags.DEFINE_string('python', '', 'Python with vLLM; empty: our gateway is the engine')
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 QUESTIONS = 24
+EPISODES = 8  # per update
 _SMALL = (
-    'train.episodes=8',
+    f'train.episodes={EPISODES}',
     'train.mini_batch=4',
     'train.epochs=1',
     'train.schedule_updates=10000',
     'train.checkpoint_every=1',
-    'eval.every=0',
+    'eval.every=2',
     'eval.episodes=8',
     'log.tensorboard=False',
     'data.datasets=()',
     'rollout.engine_kind={kind}',
-    'rollout.engine={address}',
+    'rollout.engine={addresses}',
     'data.source={folder}/data',
     'data.corpus=embedded',
     'pipeline.staleness={staleness}',
@@ -54,78 +64,111 @@ _SMALL = (
 
 def main(unused_argv):
   with tempfile.TemporaryDirectory() as folder:
-    _write_questions(folder)
-    result = kill_at_random(folder)
+    questions = _write_questions(folder)
+    result = kill_at_random(folder, questions)
   print(json.dumps(result), flush=True)
-  return 0 if not (result['lost'] or result['doubled']) else 1
+  return 0 if not (result['lost'] or result['doubled'] or result['uneven']) else 1
 
 
-def kill_at_random(folder: str) -> dict:
+def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
   """Runs, kills and finishes; returns the counts."""
   rng = random.Random(_SEED.value)
   workdir = os.path.join(folder, 'run')
-  port = servers.free_port()
-  engine = _start_engine(folder, port)
+  ports = [servers.free_port() for _ in range(_ENGINES.value)]
+  engines = [_start_engine(folder, port) for port in ports]
   trainer = None
+  num_ends = 0
   began = time.monotonic()
-  print('| kill | seconds | process | updates done | a save or push in progress |', flush=True)
+  print('| kill | second | processes | updates done | a save or push in progress |', flush=True)
   print('|--:|--:|---|--:|---|', flush=True)
   try:
-    servers.wait_until_healthy(engine, port)
-    trainer = _start_trainer(folder, port, updates=10_000)
+    for engine, port in zip(engines, ports):
+      servers.wait_until_healthy(engine, port)
+    trainer = _start_trainer(folder, ports, updates=10_000)
     for kill in range(1, _KILLS.value + 1):
-      _wait_for_update(workdir, _num_updates(workdir) + 1, trainer)
-      time.sleep(rng.uniform(0, 3))
-      target = rng.choice(['trainer', 'engine'])
+      deadline = time.monotonic() + rng.uniform(0, 15)
+      least_updates = rng.choice([0, _num_updates(workdir) + 1])
+      while time.monotonic() < deadline or _num_updates(workdir) < least_updates:
+        if trainer.poll() is not None:
+          num_ends += 1
+          _check_ends(folder, num_ends)
+          trainer = _start_trainer(folder, ports, updates=10_000)
+        time.sleep(0.05)
+      target = rng.choice(['trainer', 'engine', 'trainer and engine'])
+      number = rng.randrange(len(engines))
       writes = glob.glob(f'{workdir}/checkpoints/*tmp*') + glob.glob(f'{workdir}/weights/*/*.partial')
-      row = (kill, round(time.monotonic() - began), target, _num_updates(workdir), bool(writes))
+      names = target.replace('engine', f'engine {number}')
+      row = (kill, round(time.monotonic() - began), names, _num_updates(workdir), bool(writes))
       print('| ' + ' | '.join(map(str, row)) + ' |', flush=True)
-      if target == 'trainer':
+      if 'trainer' in target:
         _kill(trainer)
-        trainer = _start_trainer(folder, port, updates=10_000)
-      else:
-        _kill(engine)
+      if 'engine' in target:
+        _kill(engines[number])
         time.sleep(rng.uniform(0, 3))
-        engine = _start_engine(folder, port)
-    updates = _num_updates(workdir) + 3
+        engines[number] = _start_engine(folder, ports[number])
+      if 'trainer' in target:
+        trainer = _start_trainer(folder, ports, updates=10_000)
     _kill(trainer)
-    trainer = _start_trainer(folder, port, updates)
+    for engine, port in zip(engines, ports):
+      servers.wait_until_healthy(engine, port)
+    updates = _num_updates(workdir) + 4  # the last epoch is incomplete as a rule
+    trainer = _start_trainer(folder, ports, updates)
     if trainer.wait():
-      sys.exit('benchmarks.engine_kills: the last run failed')
+      sys.exit(f'benchmarks.engine_kills: the last run failed: {_end_of_log(folder)}')
   finally:
-    _kill(engine)
+    for engine in engines:
+      _kill(engine)
     if trainer is not None:
       _kill(trainer)
-  return {'benchmark': 'engine_kills', 'kills': _KILLS.value} | count(workdir, updates)
+  counts = count(workdir, updates, questions)
+  return {'benchmark': 'engine_kills', 'kills': _KILLS.value, 'ends': num_ends} | counts
 
 
-def count(workdir: str, updates: int) -> dict:
-  """Returns how many questions of the records were lost, or played twice in an epoch."""
-  order = []
+def count(workdir: str, updates: int, questions: Collection[str]) -> dict[str, int]:
+  """Returns how many questions of the records were lost, or played twice in an epoch.
+
+  An epoch consists of fixed updates, so a record that is missing does not shift later ones.
+  """
+  updates_per_epoch = QUESTIONS // EPISODES
+  epochs: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+  uneven = 0
   for update in range(1, updates + 1):
     path = os.path.join(workdir, 'episodes', f'train_{update:06d}.jsonl')
     with open(path, encoding='utf-8') as file:
-      order += [json.loads(line)['task'] for line in file]
-  lost = doubled = 0
-  num_epochs = len(order) // QUESTIONS
-  for epoch in range(num_epochs):
-    played = collections.Counter(order[epoch * QUESTIONS : (epoch + 1) * QUESTIONS])
-    lost += QUESTIONS - len(played)
-    doubled += sum(played.values()) - len(played)
-  return {'updates': updates, 'epochs': num_epochs, 'lost': lost, 'doubled': doubled}
+      played = [json.loads(line)['task'] for line in file]
+    epochs[(update - 1) // updates_per_epoch].update(played)
+    uneven += len(played) != EPISODES
+  num_complete = updates // updates_per_epoch
+  lost = 0
+  doubled = 0
+  for epoch, times in epochs.items():
+    doubled += times.total() - len(times)
+    if epoch < num_complete:
+      lost += len(set(questions) - set(times))
+  return {
+      'updates': updates,
+      'epochs': num_complete,
+      'lost': lost,
+      'doubled': doubled,
+      'uneven': uneven,
+  }
 
 
 def _write_questions(folder):
-  """Writes some of the embedded questions, and the model for vLLM."""
+  """Writes some of the embedded questions, and the model for vLLM; returns the questions' ids."""
+  ids = []
   os.makedirs(os.path.join(folder, 'data'))
   with open(os.path.join(folder, 'data', 'qa.jsonl'), 'w', encoding='utf-8') as file:
     for split, number in (('train', QUESTIONS), ('dev', 8)):
       for task in tasks_lib.load_tasks('embedded', split)[:number]:
         fields = {'id': task.id, 'question': task.question, 'answers': list(task.answers)}
+        if split == 'train':
+          ids.append(task.id)
         file.write(json.dumps(fields | {'split': split, 'dataset': task.dataset}) + '\n')
   shape, params = convert.load_hf(prepare.EMBEDDED_MODEL)
   model = os.path.join(folder, 'model')
   convert.save_hf(model, shape, params, prepare.EMBEDDED_MODEL)
+  return ids
 
 
 def _start_engine(folder, port):
@@ -135,10 +178,10 @@ def _start_engine(folder, port):
   return servers.start_engine(os.path.join(folder, 'run', 'weights'), port, log)
 
 
-def _start_trainer(folder, port, updates):
+def _start_trainer(folder, ports, updates):
   values = {
       'kind': 'vllm' if _PYTHON.value else 'stppo',
-      'address': f'http://127.0.0.1:{port}',
+      'addresses': ','.join(f'http://127.0.0.1:{port}' for port in ports),
       'folder': folder,
       'staleness': _STALENESS.value,
   }
@@ -149,13 +192,15 @@ def _start_trainer(folder, port, updates):
     return subprocess.Popen(command, cwd=_ROOT, stdout=file, stderr=file, start_new_session=True)
 
 
-def _wait_for_update(workdir, update, trainer):
-  """Waits until so many updates are done. A trainer that ends by itself ends the benchmark."""
-  while _num_updates(workdir) < update:
-    if trainer.poll() is not None:
-      with open(f'{os.path.dirname(workdir)}/trainer.log', encoding='utf-8') as file:
-        sys.exit(f'benchmarks.engine_kills: the trainer ended by itself: {file.read()[-2000:]}')
-    time.sleep(0.05)
+def _check_ends(folder, num_ends):
+  """Ends the benchmark if the trainer has ended by itself more often than it was hindered."""
+  if num_ends > _KILLS.value:
+    sys.exit(f'benchmarks.engine_kills: the trainer ended by itself: {_end_of_log(folder)}')
+
+
+def _end_of_log(folder):
+  with open(os.path.join(folder, 'trainer.log'), encoding='utf-8') as file:
+    return file.read()[-2000:]
 
 
 def _num_updates(workdir):
