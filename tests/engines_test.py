@@ -566,10 +566,11 @@ class ApiTest(parameterized.TestCase):
           '/model_info': {'weight_version': 'a-3'},
       }.get(path, {})
 
-    api = servers.APIS['sglang']
+    api = dataclasses.replace(servers.APIS['sglang'], eos_ids=(9,))
     self.assertEqual(api.sample(send, REQUEST), servers.TurnAnswer([4, 9], [-0.25, -0.5], 'stop'))
     self.assertEqual(sent[0][1]['input_ids'], [1, 2])
     self.assertTrue(sent[0][1]['sampling_params']['no_stop_trim'])
+    self.assertEqual(sent[0][1]['sampling_params']['stop_token_ids'], [9])
     sent.clear()
     api.load(send, '/weights/000003', 'a-3')
     self.assertEqual(

@@ -402,6 +402,7 @@ class AnswersTest(parameterized.TestCase):
       ({'repetition_penalty': 1.1}, 400, 'repetition_penalty'),
       ({'min_tokens': 3}, 400, 'min_tokens'),
       ({'stop_token_ids': [5]}, 400, 'stop_token_ids'),
+      ({'stop_token_ids': [0], 'ignore_eos': True}, 400, 'stop_token_ids'),
       ({'bad_words': ['x']}, 400, 'bad_words'),
       ({'chat_template_kwargs': {'enable_thinking': False}}, 400, 'chat_template_kwargs'),
       ({'chat_template_kwargs': [1]}, 400, 'chat_template_kwargs'),
@@ -423,7 +424,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertNotIn('\n', error['message'])
 
   def test_neutral_fields_are_accepted(self):
-    nothing = {'repetition_penalty': 1.0, 'min_tokens': 0, 'stop_token_ids': [], 'bad_words': None}
+    nothing = {'repetition_penalty': 1.0, 'min_tokens': 0, 'stop_token_ids': [0], 'bad_words': None}
     nothing |= {'add_generation_prompt': True, 'continue_final_message': False}
     nothing |= {'prompt_logprobs': None, 'guided_json': None, 'chat_template_kwargs': {}}
     self.assertEqual(

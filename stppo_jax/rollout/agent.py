@@ -178,6 +178,7 @@ def with_engines(agent: Agent) -> RemoteAgent:
       convert.save_hf(folder, model, params, dtype=model.dtype)
 
   api = servers.VllmAdapterApi() if sends_adapters else servers.APIS[rollout.engine_kind]
+  api = dataclasses.replace(api, eos_ids=tuple(agent.tokenizer.eos_ids))
   api_key = os.environ.get('OPENAI_API_KEY', '')
   fleet = remote.Fleet(
       engines=[

@@ -65,8 +65,14 @@ class ServerApi(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True)
 class VllmApi:
-  """vLLM's interface: OpenAI's completions, and the routes of its development mode."""
+  """vLLM's interface: OpenAI's completions, and the routes of its development mode.
+
+  The engine also has eos ids of its own, from the generation_config.json of its model.
+  """
+
+  eos_ids: tuple[int, ...] = ()  # end a turn, and belong to it
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
     """Samples one turn.
@@ -84,6 +90,7 @@ class VllmApi:
         'logprobs': 1,
         'return_token_ids': True,
         'stop': list(request.stop),
+        'stop_token_ids': list(self.eos_ids),
         'include_stop_str_in_output': True,
         'skip_special_tokens': False,  # else no stop string that has one is found
     }
@@ -124,8 +131,8 @@ class VllmApi:
 class VllmAdapterApi(VllmApi):
   """vLLM's interface for LoRA adapters over the weights of its start.
 
-  Each version is an adapter of its own name, which is the label. So an engine that was started
-  again is known by its lack of the name, and no cached prefix belongs to other weights.
+  Each version is an adapter of its own name, which is the label. An engine that was started again
+  does not list the name. No cached prefix belongs to other weights.
   """
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
@@ -161,8 +168,11 @@ class VllmAdapterApi(VllmApi):
     return [model['id'] for model in send('/v1/models', None)['data']]
 
 
+@dataclasses.dataclass(frozen=True)
 class SglangApi:
   """SGLang's interface."""
+
+  eos_ids: tuple[int, ...] = ()  # as in VllmApi
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
     """Samples one turn."""
@@ -175,6 +185,7 @@ class SglangApi:
         'min_p': 0.0,
         'repetition_penalty': 1.0,
         'stop': list(request.stop),
+        'stop_token_ids': list(self.eos_ids),
         'no_stop_trim': True,
         'skip_special_tokens': False,
     }
@@ -207,7 +218,11 @@ class SglangApi:
     return _unless_missing(send, '/model_info', None).get('weight_version') == label
 
 
-APIS: Mapping[str, ServerApi] = {'vllm': VllmApi(), 'sglang': SglangApi(), 'stppo': VllmApi()}
+APIS: Mapping[str, VllmApi | SglangApi] = {
+    'vllm': VllmApi(),
+    'sglang': SglangApi(),
+    'stppo': VllmApi(),
+}
 
 
 def _unless_missing(send: Send, path: str, body: Any) -> dict[str, Any]:

@@ -192,6 +192,7 @@ class CompletionBody(ClientBody):
   response_format: dict[Literal['type'], Literal['text']] = {}
   include_stop_str_in_output: bool = False
   return_token_ids: bool = False
+  stop_token_ids: list[TokenId] = []  # some of the tokenizer's eos ids, which end answers anyway
   ignore_eos: bool = False  # only max_tokens and stop end the answer
   chat_template_kwargs: dict[str, Any] = {}
   # The values that change nothing.

@@ -175,6 +175,10 @@ class Service:
     ):
       message = f"must be the server's, {self.template_kwargs}, or left out"
       raise _invalid('chat_template_kwargs', message)
+    eos_ids = () if body.ignore_eos else self.tokenizer.eos_ids
+    if not set(body.stop_token_ids) <= set(eos_ids):
+      message = f'must be among the eos ids that end an answer anyway, {sorted(eos_ids)}'
+      raise _invalid('stop_token_ids', message)
     if session is None and body.model not in ('', self.name):
       message = f'there is no model {body.model[:80]!r}, but {self.name!r}'
       raise http_server.RequestError(404, message, 'model_not_found', 'model')
