@@ -91,12 +91,18 @@ def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
       while time.monotonic() < deadline or _num_updates(workdir) < least_updates:
         if trainer.poll() is not None:
           num_ends += 1
+          reason = _end_of_log(folder).strip().splitlines()[-1]
+          print(
+              f'| | {round(time.monotonic() - began)} | trainer ended: {reason} | | |', flush=True
+          )
           _check_ends(folder, num_ends)
           trainer = _start_trainer(folder, ports, updates=10_000)
         time.sleep(0.05)
       target = rng.choice(['trainer', 'engine', 'trainer and engine'])
       number = rng.randrange(len(engines))
-      writes = glob.glob(f'{workdir}/checkpoints/*tmp*') + glob.glob(f'{workdir}/weights/*/*.partial')
+      writes = glob.glob(f'{workdir}/checkpoints/*tmp*') + glob.glob(
+          f'{workdir}/weights/*/*.partial'
+      )
       names = target.replace('engine', f'engine {number}')
       row = (kill, round(time.monotonic() - began), names, _num_updates(workdir), bool(writes))
       print('| ' + ' | '.join(map(str, row)) + ' |', flush=True)

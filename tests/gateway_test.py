@@ -544,6 +544,10 @@ class MessagesTest(parameterized.TestCase):
     self.assertEqual((error['type'], error['error']['type']), ('error', kind))
     self.assertEqual(set(error['error']), {'type', 'message'})
 
+  def test_error_names_field_of_anthropic(self):
+    answer = post(self.server, {**ASKED, 'stop_sequences': ['']}, '/v1/messages')
+    self.assertStartsWith(answer.json()['error']['message'], 'stop_sequences.0')
+
   @classmethod
   def setUpClass(cls):
     super().setUpClass()

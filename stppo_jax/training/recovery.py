@@ -205,7 +205,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
     ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
     unsampled = saved.get('unsampled', [])  # version 0.7 waited for all
     if isinstance(batches, pipeline_lib.RemoteBatches):
-      unsampled = []  # of a run without engines, which sample with the weights of now
+      unsampled = []  # a run without engines left them, and engines sample with newer weights
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
       like = batches.copy(learners.actor)
