@@ -800,6 +800,11 @@ class ControlTest(parameterized.TestCase):
     (cls.root / 'linked_file').mkdir()
     for path in (cls.folder / 'outside').iterdir():
       (cls.root / 'linked_file' / path.name).symlink_to(path)
+    shutil.copytree(cls.root / 'new', cls.root / 'listed')
+    (cls.root / 'listed' / 'model.safetensors').unlink()
+    index = {'weight_map': {'w': '../../outside/model.safetensors'}}
+    index_path = cls.root / 'listed' / 'model.safetensors.index.json'
+    index_path.write_text(json.dumps(index), encoding='utf-8')
     shutil.copytree(cls.root / 'new', cls.root / 'broken')
     (cls.root / 'broken' / 'model.safetensors').write_bytes(b'no safetensors')
     load_params = functools.partial(gateway._load_params, config, model)
@@ -890,6 +895,7 @@ class ControlTest(parameterized.TestCase):
       ('weights/link', 'must be a folder in'),
       ('weights/../outside', 'must be a folder in'),
       ('weights/linked_file', 'and so must its files'),
+      ('weights/listed', 'names of files in its folder'),
       ('weights/broken', 'eader'),
       ('weights/\0', 'null'),
       ('weights', 'and so must its files'),  # it has a link that leads out

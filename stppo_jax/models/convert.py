@@ -164,7 +164,12 @@ def _open_tensors(stack, folder):
           "transformers' save_pretrained"
       )
     weight_map = hf_config.read_json(index).get('weight_map', {})
-    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if pathlib.Path(name).name != name]:
+      raise UserError(
+          f'{index} lists {_some(outside)}: it may only list names of files in its folder'
+      )
+    paths = [folder / name for name in names]
   tensors = {}
   for path in paths:
     if not path.is_file():
