@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import http.server
 import json
 import os
 import pathlib
@@ -135,6 +136,9 @@ class FleetTest(parameterized.TestCase):
     self.folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'weights')
     self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
     self.enterContext(mock.patch.object(remote, '_POLL_S', 0.01))
+    self.enterContext(mock.patch.object(remote, '_IDLE_S', 3600.0))
+    self.enterContext(mock.patch.object(remote, '_START_S', 0.3))
+    self.enterContext(mock.patch.object(remote, '_PROBE_S', 0.1))
 
   def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, give_up=lambda: False):
     settings = schema.RolloutSettings(max_total=32, engine='http://e0')
@@ -234,6 +238,68 @@ class FleetTest(parameterized.TestCase):
     fleet.prepare(weights)
     self.assertEqual(api.weights, '000003')
 
+  def test_restart_between_two_turns_is_noticed(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    weights = fleet.copy(parameters(0))
+    fleet.prepare(weights)
+    fleet.sample(REQUEST, weights, 0)
+    api.restart()
+    with mock.patch.object(remote, '_IDLE_S', 0.0):
+      turn = fleet.sample(REQUEST, weights, 0)
+    self.assertEqual(turn.version, 3)
+    self.assertEqual([weights for _, weights in api.sampled], ['000003', '000003'])
+
+  def test_batch_is_not_sampled_by_newer_weights(self):
+    fleet = self.fleet(FakeApi(), push_at='batch')
+    first = fleet.copy(parameters(0))
+    fleet.prepare(fleet.copy(parameters(1)))
+    with self.assertRaisesRegex(http_client.Temporary, 'other weights'):
+      fleet.engines[0].sample(REQUEST, first, exact=True)
+
+  def test_failure_after_question_is_not_lost(self):
+    """A turn fails while the engine is asked for its label."""
+    api = FakeApi()
+    fleet = self.fleet(api)
+    weights = fleet.copy(parameters(0))
+    fleet.prepare(weights)
+    (engine,) = fleet.engines
+    engine.forget()
+    holds = api.holds
+
+    def holds_and_restarts(send, label):
+      answer = holds(send, label)
+      api.restart()
+      engine.forget()
+      return answer
+
+    api.holds = holds_and_restarts
+    engine.ensure(weights, exact=False)
+    api.holds = holds
+    fleet.sample(REQUEST, weights, 0)
+    self.assertEqual([weights for _, weights in api.sampled], ['000003'])
+
+  def test_one_thread_pushes_and_ends_with_the_run(self):
+    blocks = threading.Event()
+    api = FakeApi()
+
+    def slow_load(unused_send, unused_folder, label):
+      blocks.wait(10)
+      api.name = label
+
+    api.load = slow_load
+    fleet = self.fleet(FakeApi())
+    fleet.engines[0]._api = api
+    before = set(threading.enumerate())
+    with fleet.opened(self.folder, 0, lambda: False):
+      for number in range(4):
+        fleet.copy(parameters(number))
+        time.sleep(0.03)
+      pushes = set(threading.enumerate()) - before
+      self.assertLen(pushes, 1)
+      blocks.set()
+    self.assertFalse(pushes & set(threading.enumerate()))
+
   def test_new_run_does_not_trust_labels_of_an_earlier_one(self):
     api = FakeApi()
     fleet = self.fleet(api)
@@ -273,6 +339,39 @@ class FleetTest(parameterized.TestCase):
     api.is_down = True
     with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
       fleet.sample(REQUEST, weights, 0)
+
+  def test_each_engine_is_tried_before_an_outage(self):
+    dead = FakeApi()
+    fleet = self.fleet(dead, FakeApi(), outage_s=0.0)
+    weights = fleet.copy(parameters(0))
+    dead.is_down = True
+    self.assertEqual(fleet.sample(REQUEST, weights, 0).version, 3)
+
+  def test_answers_of_other_turns_end_an_outage(self):
+    """One turn is never answered while others are."""
+    late = dataclasses.replace(REQUEST, ids=(9,))
+
+    def answer(request):
+      if request.ids == late.ids:
+        raise http_client.Temporary('ReadTimeout', is_silent=True)
+      return servers.TurnAnswer([EOS], [-0.5], 'stop')
+
+    fleet = self.fleet(FakeApi(answer), outage_s=0.3)
+    fleet.settings.engine_timeout_s = 0.1
+    weights = fleet.copy(parameters(0))
+    errors = []
+
+    def sample_late():
+      try:
+        fleet.sample(late, weights, 0)
+      except types.RunError as error:
+        errors.append(str(error))
+
+    thread = threading.Thread(target=sample_late)
+    thread.start()
+    while thread.is_alive():
+      fleet.sample(REQUEST, weights, 0)
+    self.assertRegex(errors[0], 'engine_timeout_s')
 
   def test_stop_ends_wait_for_engine(self):
     api = FakeApi()
@@ -433,6 +532,139 @@ class FleetTest(parameterized.TestCase):
       score = lambda tokens, temperature: np.zeros(tokens.shape)
       sampler = remote.RemoteSampler(fleet, sampling.AS_IS)
       remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score)
+
+  def check(self, fleet, at_start, reported=0.5, distribution=sampling.AS_IS):
+    """Compares with a trainer whose log-probs are -temperature / 2."""
+    sampler = remote.RemoteSampler(fleet, distribution)
+    score = lambda tokens, temperature: np.full(tokens.shape, -temperature * reported)
+    return remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score, at_start)
+
+  def test_probe_waits_for_engine_that_loads_its_model(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    api.is_down = True
+    threading.Timer(0.2, lambda: setattr(api, 'is_down', False)).start()
+    self.enterContext(mock.patch.object(remote, '_START_S', 60.0))
+    self.assertEqual(self.check(fleet, at_start=True), 0)
+
+  def test_probe_in_a_run_leaves_out_absent_engine(self):
+    dead = FakeApi()
+    fleet = self.fleet(dead, FakeApi())
+    dead.is_down = True
+    self.assertEqual(self.check(fleet, at_start=False), 0)
+    with self.assertRaisesRegex(types.RunError, 'nats per token'):
+      self.check(fleet, at_start=False, reported=0.1)
+    fleet.engines[1]._api.is_down = True
+    self.assertIsNone(self.check(fleet, at_start=False))
+
+  def test_probe_of_cut_distribution_has_another_temperature(self):
+    """At temperature 1 it would not see raw log-probs."""
+    fleet = self.fleet(FakeApi())  # answers -1/2 at each temperature
+    with self.assertRaisesRegex(types.UserError, 'processed_logprobs'):
+      self.check(fleet, at_start=True, distribution=sampling.Distribution(top_p=0.9))
+
+
+class HttpFaultsTest(parameterized.TestCase):
+  """Faults of a real server, as `RemoteEngine` sees them."""
+
+  def setUp(self):
+    super().setUp()
+    self.faults = []  # functions of the handler, for the next turns
+    self.paths = []
+    self.blocks = threading.Event()
+    test = self
+    choice = {'token_ids': [9], 'logprobs': {'token_logprobs': [-0.5]}, 'finish_reason': 'stop'}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+
+      def do_POST(self):
+        self.rfile.read(int(self.headers['Content-Length']))
+        test.paths.append(self.path)
+        if self.path == '/collective_rpc':
+          test.blocks.wait(10)
+        if self.path == '/v1/completions' and test.faults:
+          test.faults.pop(0)(self)
+          return
+        answer_with(self, 200, json.dumps({'choices': [choice]}))
+
+      def do_GET(self):
+        answer_with(self, 200, '{}')
+
+      def log_message(self, *unused):
+        pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    self.addCleanup(server.server_close)
+    self.addCleanup(server.shutdown)
+    self.addCleanup(self.blocks.set)
+    self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
+    address = f'http://127.0.0.1:{server.server_port}/v1'
+    self.engine = remote.RemoteEngine(address, servers.APIS['vllm'], 'key', 1.0)
+    self.stops = threading.Event()
+    self.engine.begin(self.stops.is_set)
+    self.weights = remote.RemoteWeights(3, '/weights/000003')
+
+  def sample(self):
+    return self.engine.sample(REQUEST, self.weights, exact=True)
+
+  @parameterized.named_parameters(
+      ('no_answer', lambda handler: time.sleep(3), 'ReadTimeout|ConnectionError', 0.0),
+      ('closed', lambda handler: handler.connection.close(), 'failed', 0.0),
+      ('half', lambda handler: answer_with(handler, 200, '{"cho', 99), 'failed', 0.0),
+      ('no_json', lambda handler: answer_with(handler, 200, '<html>'), 'KeyError', 0.0),
+      ('no_turn', lambda handler: answer_with(handler, 200, '{"choices": []}'), 'IndexError', 0.0),
+      ('failure', lambda handler: answer_with(handler, 503, 'it loads'), '503: it loads', 0.0),
+      ('busy', lambda handler: answer_with(handler, 429, '', seconds=7), '429', 6.0),
+  )
+  def test_fault_is_temporary(self, fault, message, wait_s):
+    self.blocks.set()
+    self.engine.ensure(self.weights, exact=True)
+    self.faults.append(fault)
+    with self.assertRaisesRegex(http_client.Temporary, message) as raised:
+      self.sample()
+    self.assertGreater(self.engine.retry_at - time.monotonic(), wait_s - 1)
+    if raised.exception.is_busy:
+      self.assertGreater(self.engine.retry_at - time.monotonic(), wait_s / 2)
+    else:  # its weights are unknown
+      with self.assertRaisesRegex(http_client.Temporary, 'other weights'):
+        self.sample()
+      self.engine.ensure(self.weights, exact=True)
+    self.assertEqual(self.sample()[0].tokens, [9])
+
+  def test_redirect_does_not_get_the_key(self):
+    self.blocks.set()
+    self.engine.ensure(self.weights, exact=True)
+    self.faults.append(lambda handler: answer_with(handler, 302, '', location='http://e.invalid/'))
+    with self.assertRaisesRegex(types.RunError, 'status 302'):
+      self.sample()
+
+  def test_proxies_of_the_environment_are_not_used(self):
+    self.blocks.set()
+    proxies = {'HTTP_PROXY': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9'}
+    with mock.patch.dict(os.environ, proxies | {'NO_PROXY': '', 'no_proxy': ''}):
+      self.assertTrue(self.engine.ensure(self.weights, exact=True))
+
+  def test_stop_ends_a_load_that_hangs(self):
+    threading.Timer(0.2, self.stops.set).start()
+    with self.assertRaises(types.Stopped):
+      self.engine.ensure(self.weights, exact=True)
+    self.assertFalse(self.blocks.is_set())
+    self.assertEqual(self.paths[-1], '/resume')
+
+
+def answer_with(handler, status, text, length=None, seconds=None, location=None):
+  """Answers a request with the first bytes of `length`."""
+  data = text.encode()
+  handler.send_response(status)
+  handler.send_header('Content-Length', str(len(data) if length is None else length))
+  if seconds is not None:
+    handler.send_header('Retry-After', str(seconds))
+  if location is not None:
+    handler.send_header('Location', location)
+  handler.end_headers()
+  handler.wfile.write(data)
 
 
 class FolderTest(absltest.TestCase):
@@ -601,7 +833,7 @@ class ApiTest(parameterized.TestCase):
     """After one failure of a route, `ensure` loads again or resumes."""
     engine = StatefulEngine()
     remote_engine = remote.RemoteEngine('http://e', servers.APIS['vllm'], '', 60.0)
-    remote_engine.begin()
+    remote_engine.begin(lambda: False)
     remote_engine._send_load = engine.send
     remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True)
     engine.failing = failing
@@ -624,7 +856,7 @@ class ApiTest(parameterized.TestCase):
       return {'weight_version': f'{engine._run}-3'}
 
     engine = remote.RemoteEngine('http://e', servers.APIS['sglang'], '', 60.0)
-    engine.begin()
+    engine.begin(lambda: False)
     engine._send_load = send
     self.assertFalse(engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True))
     self.assertEqual(paths, ['/model_info', '/continue_generation'])

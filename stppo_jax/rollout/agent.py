@@ -124,16 +124,17 @@ class RemoteAgent(Agent):
     self._prompts = hosts.by_writer(self._probe_prompts, tasks)
     self._score = jax.jit(functools.partial(_score, self.model))
     with self.sampler.fleet.opened(folder, updates, give_up):
-      self.check(params)
+      self.check(params, at_start=True)
       yield
 
-  def check(self, params: Any) -> float:
+  def check(self, params: Any, at_start: bool = False) -> float | None:
     """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
     return remote.check_agreement(
         self.sampler,
         self.sampler.copy(params),
         self._prompts,
         lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
+        at_start,
     )
 
   def _probe_prompts(self, tasks):

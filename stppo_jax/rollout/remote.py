@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import queue
@@ -47,6 +48,12 @@ _UNKNOWN = -1  # version of an engine that has to be asked
 _RETRY_S = 2.0  # until an engine that failed is tried again
 _POLL_S = 0.2  # between two questions whether to give up
 _CONNECT_S = 5.0
+_LONGEST_WAIT_S = 60.0  # that an engine may ask for
+_IDLE_S = 1.0  # no engine ends, starts again and answers within this time
+_CLOSE_S = 10.0  # for a push in progress at the end of a run
+_START_S = 600.0  # until an engine that loads its model answers
+_PROBE_S = 60.0  # until an engine that has answered before answers again
+_PROBE_TEMPERATURE = 0.8
 _LOAD_S = 900.0  # most seconds of a request that is not a turn
 _MAX_CONNECTIONS = 1024
 
@@ -75,37 +82,46 @@ class RemoteEngine:
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
     self._session.mount('http://', adapter)
     self._session.mount('https://', adapter)
-    send = functools.partial(_send, self._session, self.address)
-    self._send_turn = functools.partial(send, http_client.ClientLimits(_CONNECT_S, turn_s))
-    self._send_load = functools.partial(send, http_client.ClientLimits(_CONNECT_S, _LOAD_S))
+    limits = http_client.ClientLimits(_CONNECT_S, turn_s)
+    self._send_turn = functools.partial(_send, self._session, self.address, limits)
+    self._give_up: Callable[[], bool] = lambda: False
     self._changed = threading.Condition()
     self._num_turns = 0  # in progress
     self._is_pushing = False
+    self._num_forgotten = 0  # calls of `forget`
+    self._answered_at = 0.0  # monotonic time of the newest answer
 
-  def begin(self) -> None:
-    """Begins a run, whose versions are others than those of an earlier run."""
+  def begin(self, give_up: Callable[[], bool]) -> None:
+    """Starts a run. Its labels differ from those of earlier runs. `give_up` ends all waits."""
     self._run = secrets.token_hex(4)
+    self._give_up = give_up
     self.forget()
 
   def forget(self) -> None:
     """Makes the next `ensure` ask the engine for its weights."""
     self._version = _UNKNOWN
+    self._num_forgotten += 1
 
-  def sample(self, request: servers.TurnRequest, least: int) -> tuple[servers.TurnAnswer, int]:
-    """Samples a turn with weights of version `least` or newer; returns it with their version.
+  def sample(
+      self, request: servers.TurnRequest, weights: RemoteWeights, exact: bool
+  ) -> tuple[servers.TurnAnswer, int]:
+    """Samples a turn; returns it with the version of the engine's weights.
 
-    Raises Temporary if another attempt, or another engine, may succeed.
+    They are `weights` if `exact`. Raises Temporary if another attempt, or another engine, may
+    succeed, and Stopped.
     """
     with self._changed:
-      self._changed.wait_for(lambda: not self._is_pushing)
+      self._wait_for(lambda: not self._is_pushing)
       version = self._version
-      if version < least:
+      if version == _UNKNOWN or (exact and version != weights.version):
         raise http_client.Temporary(f'{self.address} has other weights')
       self._num_turns += 1
     try:
       with self._failures():
         request = dataclasses.replace(request, label=f'{self._run}-{version}')
-        return self._api.sample(self._send_turn, request), version
+        answer = self._api.sample(self._send_turn, request)
+        self._answered_at = time.monotonic()
+        return answer, version
     finally:
       with self._changed:
         self._num_turns -= 1
@@ -114,29 +130,53 @@ class RemoteEngine:
   def ensure(self, weights: RemoteWeights, exact: bool) -> bool:
     """Gives the engine these weights unless it has them; returns whether they were pushed.
 
-    Newer weights do as well, unless `exact`. Waits for the turns in progress. Raises Temporary.
+    Newer weights are accepted unless `exact`. A push waits for the turns in progress. An engine
+    without requests for _IDLE_S may have been started again, and is asked for its weights. Raises
+    Temporary and Stopped.
     """
     with self._changed:
-      self._changed.wait_for(lambda: not self._is_pushing)
+      self._wait_for(lambda: not self._is_pushing)
+      if not self._num_turns and time.monotonic() - self._answered_at > _IDLE_S:
+        self.forget()
       is_newer = self._version > weights.version
       if self._version == weights.version or (is_newer and not exact):
         return False
       self._is_pushing = True
-      self._changed.wait_for(lambda: not self._num_turns)
     label = f'{self._run}-{weights.version}'
     try:
       with self._failures():
+        num_forgotten = self._num_forgotten
         is_there = self._api.holds(self._send_load, label)
         if is_there:
           self._api.resume(self._send_load)  # after a load whose last request failed
         else:
+          with self._changed:
+            self._wait_for(lambda: not self._num_turns)
+          num_forgotten = self._num_forgotten
           self._api.load(self._send_load, weights.folder, label)
-        self._version = weights.version
+        if num_forgotten == self._num_forgotten:  # else a turn has failed since the question
+          self._version = weights.version
+        self._answered_at = time.monotonic()
         return not is_there
     finally:
       with self._changed:
         self._is_pushing = False
         self._changed.notify_all()
+
+  def _wait_for(self, condition):
+    """Waits for a condition, with `_changed` held. Raises Stopped."""
+    while not self._changed.wait_for(condition, _POLL_S):
+      if self._give_up():
+        raise types.Stopped
+
+  def _send_load(self, path, body):
+    """Sends a request that is not a turn. Raises Stopped before its end if the run is to end."""
+    limits = http_client.ClientLimits(_CONNECT_S, _LOAD_S)
+    call = functools.partial(_send, self._session, self.address, limits, path, body)
+    try:
+      return http_client.call_within(call, _LOAD_S, self._give_up)
+    except http_client.GivenUp:
+      raise types.Stopped from None
 
   @contextlib.contextmanager
   def _failures(self) -> Iterator[None]:
@@ -147,13 +187,19 @@ class RemoteEngine:
     try:
       yield
     except (http_client.Temporary, LookupError, TypeError, ValueError) as error:
-      if not getattr(error, 'is_busy', False):
+      is_busy = getattr(error, 'is_busy', False)
+      is_silent = getattr(error, 'is_silent', False)
+      wait_s = min(getattr(error, 'wait_s', 0.0), _LONGEST_WAIT_S)
+      if not is_busy:
         self.forget()
-        self.retry_at = time.monotonic() + _RETRY_S
+        wait_s = max(wait_s, _RETRY_S)
+      self.retry_at = time.monotonic() + wait_s
       reason = f'{type(error).__name__}: {error}'
       if text := getattr(error, 'text', ''):
         reason += f': {text}'
-      raise http_client.Temporary(f'{self.address} failed ({reason})') from error
+      raise http_client.Temporary(
+          f'{self.address} failed ({reason})', is_silent=is_silent, is_busy=is_busy
+      ) from error
     except http_client.Rejected as error:
       text = ' '.join(error.text.split())[:300]
       raise types.RunError(
@@ -194,7 +240,6 @@ class Fleet:
     self._write = write
     self._is_exact = settings.engine_push == 'batch'
     self._push_s = 0.0  # since the last `take_push_s`
-    self._push_lock = threading.Lock()
 
   @contextlib.contextmanager
   def opened(self, folder: str, first_version: int, give_up: Callable[[], bool]) -> Iterator[None]:
@@ -210,15 +255,25 @@ class Fleet:
     self._version = first_version - 1
     self._written: list[RemoteWeights] = []
     self._leaves: list[Any] = []  # leaves of the parameters of the newest version
-    self._give_up = give_up
+    self._over = threading.Event()  # ends all requests
+    self._is_closing = threading.Event()
+    self._has_new = threading.Event()  # a version that the engines may not have
+    self._answered_at = time.monotonic()  # of any engine
+    self._give_up = lambda: self._over.is_set() or give_up()
     self._remove_versions()  # left by a process that was killed
     for engine in self.engines:
-      engine.begin()
+      engine.begin(self._give_up)
+    pushes = threading.Thread(target=self._push_newest, name='push', daemon=True)
+    pushes.start()
     try:
       yield
     finally:
-      with self._push_lock:  # a push in progress reads the folder
-        self._remove_versions()
+      self._is_closing.set()
+      if not give_up():
+        pushes.join(_CLOSE_S)
+      self._over.set()
+      pushes.join()
+      self._remove_versions()
 
   def copy(self, params: Any) -> RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
@@ -242,7 +297,7 @@ class Fleet:
     if len(self._written) > self._num_versions:
       self._remove(self._written.pop(0).folder)
     if hosts.is_writer() and not self._is_exact:
-      threading.Thread(target=self._push_newest, name='push', daemon=True).start()
+      self._has_new.set()
     return weights
 
   def prepare(self, weights: RemoteWeights) -> None:
@@ -259,11 +314,11 @@ class Fleet:
   def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
     """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
 
-    Raises a RunError if none has answered for settings.engine_outage_s.
+    Raises a RunError if none has answered any turn for settings.engine_outage_s.
     """
-    outage_s = self.settings.engine_outage_s
     started = time.monotonic()
-    while time.monotonic() - started <= outage_s:
+    last_error = None
+    for attempt in itertools.count(1):
       self.check_stopped()
       engine = self.engines[index % len(self.engines)]
       index += 1
@@ -272,18 +327,38 @@ class Fleet:
           return self.sample_once(engine, request, weights)
         except http_client.Temporary as error:
           logging.log_every_n_seconds(logging.WARNING, 'a turn is sampled again: %s', 10, error)
+          last_error = error
+          if error.is_busy:
+            self._answered_at = time.monotonic()
+      if attempt >= len(self.engines) and last_error is not None and not last_error.is_busy:
+        self._check_outage(started, last_error)
       time.sleep(_POLL_S / len(self.engines))
-    raise types.RunError(
-        f'no engine of config.rollout.engine={self.settings.engine!r} answered for {outage_s:g} s '
-        '(config.rollout.engine_outage_s): start one, and the same command resumes'
-    )
+    raise AssertionError('unreachable')
+
+  def _check_outage(self, started, error):
+    """Raises a RunError if the engines, or the turn that began at `started`, take too long."""
+    settings = self.settings
+    now = time.monotonic()
+    if now - max(started, self._answered_at) > settings.engine_outage_s:
+      raise types.RunError(
+          f'no engine of config.rollout.engine={settings.engine!r} answered for '
+          f'{settings.engine_outage_s:g} s (config.rollout.engine_outage_s), the last one because '
+          f'{error}: start one, and the same command resumes'
+      )
+    if now - started > settings.engine_outage_s + 3 * settings.engine_timeout_s:
+      raise types.RunError(
+          f'a turn got no answer for {now - started:.0f} s, while others did ({error}): raise '
+          f'config.rollout.engine_timeout_s={settings.engine_timeout_s:g}, or lower '
+          'config.rollout.rows'
+      )
 
   def sample_once(
       self, engine: RemoteEngine, request: servers.TurnRequest, weights: RemoteWeights
   ) -> types.Turn:
     """Returns a turn of this engine, or raises Temporary."""
     self._ensure(engine, weights)
-    answer, version = engine.sample(request, weights.version if self._is_exact else 0)
+    answer, version = engine.sample(request, weights, self._is_exact)
+    self._answered_at = time.monotonic()
     turn = make_turn(answer, request, self.stop_table, engine.address)
     turn.version = version
     return turn
@@ -306,10 +381,14 @@ class Fleet:
     started = time.monotonic()
     if engine.ensure(weights, self._is_exact):
       self._push_s += time.monotonic() - started
+      self._answered_at = time.monotonic()
 
   def _push_newest(self):
-    """Pushes the newest weights while turns are sampled. Only one thread does so at a time."""
-    with self._push_lock:
+    """Pushes new weights while turns are sampled, until the run ends."""
+    while not self._is_closing.is_set():
+      if not self._has_new.wait(_POLL_S):
+        continue
+      self._has_new.clear()
       for engine in self.engines:
         # A turn meets the same error.
         with contextlib.suppress(http_client.Temporary, types.RunError, types.Stopped):
@@ -491,23 +570,39 @@ def check_agreement(
     weights: RemoteWeights,
     prompts: Sequence[Sequence[int]],
     score: Callable[[np.ndarray, float], np.ndarray],
-) -> float:
+    at_start: bool = True,
+) -> float | None:
   """Compares each engine's log-probs of short turns with our own; returns the largest mean |dlogp|.
 
-  All processes call it. UserError: an engine does not answer, or its mean |dlogp| is too large.
+  All processes call it. At the start of a run it waits for engines that load their model, and it is
+  a UserError if one does not answer or its mean |dlogp| is too large. Later an engine that does not
+  answer is left out, and a mean |dlogp| that is too large is a RunError. None: no engine answers.
+
+  Choice: the probes are not cut by top_k and top_p, because the trainer has no cut. At temperature
+  1 they would not show that an engine reports log-probs before the cut, so the probes of a cut
+  distribution have another temperature.
 
   Args:
     sampler: its engines are given `weights`.
     weights: the version that is scored.
     prompts: token ids.
     score: (tokens [1,T], temperature) -> our log-probs [1,T].
+    at_start: whether the run begins.
   """
   max_gap = sampler.fleet.settings.engine_gap
-  temperature = sampler.distribution.temperature
+  drawn_from = sampler.distribution
+  temperature = drawn_from.temperature
+  is_cut = drawn_from.top_k > 0 or drawn_from.top_p < 1
+  if is_cut and temperature == 1:
+    temperature = _PROBE_TEMPERATURE
   length = max(map(len, prompts)) + _PROBE_TOKENS
   gaps = []
   for engine in sampler.fleet.engines:
-    turns = hosts.by_writer(_sample_probes, sampler, engine, weights, prompts)
+    turns = hosts.by_writer(
+        _sample_probes, sampler, engine, weights, prompts, temperature, at_start
+    )
+    if turns is None:
+      continue
 
     def mean_gap(used_temperature):
       differences = []
@@ -533,25 +628,50 @@ def check_agreement(
           'it reports log-probs of temperature 1: start vLLM with --logprobs-mode '
           'processed_logprobs, our gateway with --config.serve.logprobs_mode=processed_logprobs'
       )
-    raise types.UserError(
+    kind = types.UserError if at_start else types.RunError
+    raise kind(
         f'{engine.address}: its log-probs differ from those of the trainer by {gap:.3g} nats per '
         f'token, and config.rollout.engine_gap={max_gap:g} is allowed. Likely causes: {causes}'
     )
-  return max(gaps)
+  return max(gaps, default=None)
 
 
-def _sample_probes(sampler, engine, weights, prompts):
-  """Returns (tokens, log-probs) of a turn after each prompt, uncut by top_k and top_p."""
-  distribution = sampling.Distribution(sampler.distribution.temperature)
+def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
+  """Returns (tokens, log-probs) of a turn after each prompt; None if the engine is left out."""
+  fleet = sampler.fleet
+  distribution = sampling.Distribution(temperature)
   turns = []
   for prompt in prompts:
     budget = min(_PROBE_TOKENS, sampler.max_slots - len(prompt))
-    request = servers.TurnRequest(prompt, budget, sampler.fleet.stop_strings, distribution)
+    request = servers.TurnRequest(prompt, budget, fleet.stop_strings, distribution)
     try:
-      turn = sampler.fleet.sample_once(engine, request, weights)
-    except (http_client.Temporary, types.RunError) as error:
-      raise types.UserError(
-          f'config.rollout.engine: {error}: start it, or correct the address'
-      ) from error
+      turn = _sample_probe(fleet, engine, request, weights, at_start)
+    except http_client.Temporary as error:
+      if not at_start:
+        logging.warning('an engine is not checked: %s', error)
+        return None
+      advice = 'start it, or correct the address'
+      if not error.is_silent:
+        advice = f'it must serve this model, and read {weights.folder} under the same path'
+      raise types.UserError(f'config.rollout.engine: {error}: {advice}') from error
+    except types.RunError as error:
+      if not at_start:
+        raise
+      raise types.UserError(f'config.rollout.engine: {error}') from error
     turns.append((turn.tokens.tolist(), turn.logp.tolist()))
   return turns
+
+
+def _sample_probe(fleet, engine, request, weights, at_start):
+  """Returns a turn of this engine, after several attempts. Raises Temporary."""
+  started = time.monotonic()
+  while True:
+    fleet.check_stopped()
+    try:
+      return fleet.sample_once(engine, request, weights)
+    except http_client.Temporary as error:
+      limit_s = _START_S if at_start and error.is_silent else _PROBE_S
+      if time.monotonic() - started > limit_s:
+        raise
+      logging.log_every_n_seconds(logging.WARNING, 'waits for an engine: %s', 10, error)
+    time.sleep(_POLL_S)

@@ -464,13 +464,15 @@ class Run:
         )
 
       episodes, _ = self.batches.until_answered(play)
+      gap = None
+      if isinstance(self.parts.agent, agent_lib.RemoteAgent):
+        gap = self.parts.agent.check(self.learners.policy(self.learners.actor))
       scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
     self.journal.log_evaluation(n, scores, episodes, self.parts.agent.tokenizer)
     self.scores = scores | {'timing_s/testing': time.perf_counter() - started}
-    if isinstance(self.parts.agent, agent_lib.RemoteAgent):
-      policy = self.learners.policy(self.learners.actor)
-      self.scores['engine/gap'] = self.parts.agent.check(policy)
+    if gap is not None:
+      self.scores['engine/gap'] = gap
     self.progress.unfinished = None
     self.progress.score = self.journal.main_score(scores)
     return metrics | self.scores
