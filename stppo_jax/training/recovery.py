@@ -204,8 +204,6 @@ class RunCheckpoints(checkpoint.Checkpoints):
     logging.info('resumed after %d updates', newest)
     ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
     unsampled = saved.get('unsampled', [])  # version 0.7 waited for all
-    if isinstance(batches, pipeline_lib.RemoteBatches):
-      unsampled = []  # a run without engines left them, and engines sample with newer weights
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
       like = batches.copy(learners.actor)
