@@ -48,9 +48,9 @@ _UNKNOWN = -1  # version of an engine that has to be asked
 _RETRY_S = 2.0  # until an engine that failed is tried again
 _POLL_S = 0.2  # between two questions whether to give up
 _CONNECT_S = 5.0
-_LONGEST_WAIT_S = 60.0  # that an engine may ask for
+_LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
 _IDLE_S = 1.0  # no engine ends, starts again and answers within this time
-_CLOSE_S = 10.0  # for a push in progress at the end of a run
+_CLOSE_S = 10.0  # time for a push in progress at the end of a run
 _START_S = 600.0  # until an engine that loads its model answers
 _PROBE_S = 60.0  # until an engine that has answered before answers again
 _PROBE_TEMPERATURE = 0.8
@@ -258,7 +258,7 @@ class Fleet:
     self._over = threading.Event()  # ends all requests
     self._is_closing = threading.Event()
     self._has_new = threading.Event()  # a version that the engines may not have
-    self._answered_at = time.monotonic()  # of any engine
+    self._answered_at = time.monotonic()  # the time of the newest answer
     self._give_up = lambda: self._over.is_set() or give_up()
     self._remove_versions()  # left by a process that was killed
     for engine in self.engines:
