@@ -200,6 +200,7 @@ class AggregationTest(chex.TestCase):
         loss_mask=None,
         turn_ids=part_ids,
         is_weights=None,
+        imitation_mask=None,
         episode_ids=episode_ids,
     )
     variant = variants.Variant('token_gae', 'token', aggregation=mode)

@@ -99,9 +99,10 @@ class Batches:
     used = {task.id for task in questions.values()}
     rounds = [self._play(params, key, questions, self._first_sizes(questions))]
     groups = dict(rounds[0].groups)
-    if all(row.counts.get('prompt_too_long') for row in rounds[0].episodes if not row.absent):
+    present = [row for row in rounds[0].episodes if not row.absent]
+    if present and all(row.counts.get('prompt_too_long') for row in present):
       raise types.RunError(
-          f'the prompts of all episodes of batch {number} are longer than '
+          f'the prompts of all {len(present)} episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
     while len(rounds) < self.max_num_gen_batches:

@@ -36,7 +36,7 @@ class PlanTest(parameterized.TestCase):
   def test_run_gets_its_differences_as_flags(self):
     config = schema.Config()
     config.train.updates = 7  # the file's own, which the run reads itself
-    methods = {'ppo': {'algorithm.variant': 'ppo', 'env.options': {'observation': 'x'}}}
+    methods = {'ppo': {'algorithm.variant': 'ppo', 'env.options': {'invalid_message': 'x'}}}
     methods['ppo'] |= {'train.mini_batch': 128}
     jobs = grid.plan(study(methods=methods, conditions={'harsh': {'train.epochs': 4}}), config)
     self.assertEqual(
@@ -44,7 +44,7 @@ class PlanTest(parameterized.TestCase):
         (
             '--config.name=system_harsh_ppo',
             '--config.seed=3',
-            '--config.env.options={"observation": "x"}',
+            '--config.env.options={"invalid_message": "x"}',
             '--config.algorithm.variant=ppo',
             '--config.train.mini_batch=128',
             '--config.train.epochs=4',
