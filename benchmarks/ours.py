@@ -370,7 +370,12 @@ def _make_sampler(config, rows, slots, temperature):
       config,
       never,
       (),
-      sampling.Sizes(slots, rows=rows, width=WIDTH),
+      sampling.Sizes(
+          slots,
+          rows=rows,
+          width=WIDTH,
+          slot_buckets=sampling.default_slot_buckets(slots),
+      ),
       sampling.Distribution(temperature),
   )
 
