@@ -663,6 +663,7 @@ class SavedConfigTest(parameterized.TestCase):
       ('retriever.url', 'http://host/retrieve'),
       ('eval.address', 'http://host/v1'),
       ('rollout.engine', 'http://host:8000'),
+      ('teacher.address', 'http://host/v1'),
       ('rollout.engine_folder', '/elsewhere'),
       ('serve.host', '0.0.0.0'),
       ('serve.hosts', ('rebound.example',)),

@@ -21,6 +21,7 @@ from stppo_jax.monitoring import workdir as workdir_lib
 _ADDRESSES = (
     'retriever.url',
     'rollout.engine',
+    'teacher.address',
     'eval.address',
     'serve.host',
     'serve.hosts',

@@ -35,6 +35,7 @@ class TeacherServer:
     self._address = address
     self._model = model
     self._session = requests.Session()
+    self._session.trust_env = False  # a proxy for the outside would not reach a cluster's server
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_THREADS)
     self._session.mount('http://', adapter)
     self._session.mount('https://', adapter)
