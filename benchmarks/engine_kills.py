@@ -39,7 +39,7 @@ from stppo_jax.rollout import prepare
 _KILLS = flags.DEFINE_integer('kills', 20, 'how often')
 _ENGINES = flags.DEFINE_integer('engines', 2, 'how many')
 _STALENESS = flags.DEFINE_integer('staleness', 2, 'config.pipeline.staleness')
-_SEED = flags.DEFINE_integer('seed', 0, 'of the moments')
+_SEED = flags.DEFINE_integer('kill_seed', 0, 'of the moments')
 _PYTHON = flags.DEFINE_string('python', '', 'Python with vLLM; empty: our gateway is the engine')
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 QUESTIONS = 24

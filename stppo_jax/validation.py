@@ -430,6 +430,24 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
         'choose another row'
     )
+  if not (teacher.folder or teacher.address):
+    return
+  rollout = config.rollout
+  if rollout.top_p < 1 or rollout.top_k:
+    raise UserError(
+        f'config.rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: the log-probs of a '
+        'teacher are those of the uncut distribution: set top_p=1 and top_k=0'
+    )
+  if variant.mask_zero_advantage:
+    raise UserError(
+        'config.algorithm.mask_zero_advantage=True would drop nothing, because a teacher gives '
+        'every token an advantage: set it to False'
+    )
+  if variant.advantage == 'none' and variant.kl_in == 'reward':
+    raise UserError(
+        f"config.algorithm.kl_in='reward': {config.algorithm.variant!r} reads no rewards: set "
+        '--config.algorithm.kl_in=loss or none'
+    )
   if teacher.address and config.rollout.temperature != 1:
     raise UserError(
         f'config.rollout.temperature={config.rollout.temperature:g}: the server of '
@@ -457,6 +475,13 @@ def _check_value_bins(config: Config, variant: Variant) -> None:
   if not variant.value_low < variant.value_high:
     raise UserError(f'{given}: value_low must be below value_high')
   low, high = value_bins.inner_support(variant)
+  clip = variant.score_clip
+  if variant.score_norm != 'none' and not (clip and low <= -clip and clip <= high):
+    raise UserError(
+        f'{given}: these bins represent returns from {low:g} to {high:g}, and normalised scores '
+        f'are within +-score_clip={clip:g} (0: any size): set --config.algorithm.score_clip=1, '
+        'value_low=-2 and value_high=2'
+    )
   has_known_reward = config.env.kind in ('search', 'tools') and ':' not in config.env.reward
   if has_known_reward and not low <= 0 <= 1 <= high:
     raise UserError(
@@ -532,6 +557,11 @@ def _check_groups(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if variant.score_norm != 'none' and config.env.kind.startswith('gateway:'):
+    raise UserError(
+        f'config.algorithm.score_norm={variant.score_norm!r} normalises the scores of rows, and an '
+        "episode of an agent program may have several: set --config.algorithm.score_norm='none'"
     )
   if variant.advantage == 'turn_zscore' and config.env.kind.startswith('gateway:'):
     raise UserError(

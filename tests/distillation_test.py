@@ -161,6 +161,16 @@ class RunTest(parameterized.TestCase):
       ({'teacher.address': 'http://h/v1'}, 'need each other'),
       ({'teacher.coef': 0.0}, 'above 0'),
       ({'algorithm.variant': 'dpo', 'rollout.group_size': 4}, 'compares rows'),
+      ({'rollout.top_p': 0.9, 'algorithm.old_logp': 'sampler'}, 'uncut distribution'),
+      ({'algorithm.kl_in': 'reward'}, 'reads no rewards'),
+      (
+          {
+              'algorithm.variant': 'grpo',
+              'rollout.group_size': 4,
+              'algorithm.mask_zero_advantage': True,
+          },
+          'would drop nothing',
+      ),
       (
           {
               'teacher.folder': '',

@@ -187,6 +187,8 @@ class SettingsTest(parameterized.TestCase):
       ({'algorithm.value_high': 1.05}, 'raise value_high'),
       ({'algorithm.value_low': 2.0}, 'must be below value_high'),
       ({'algorithm.value_bins': 7}, 'at least 8'),
+      ({'algorithm.score_norm': 'scale', 'algorithm.score_clip': 0.8}, 'normalised scores'),
+      ({'algorithm.variant': 'ppo_max', 'env.kind': 'gateway:a:b'}, 'an episode of an agent'),
   )
   def test_contradictions_are_refused(self, values, words):
     values = {'algorithm.variant': 'hl_gauss_ppo'} | values
