@@ -1053,7 +1053,7 @@ class CommandTest(absltest.TestCase):
     kwargs = {'weights_path': os.path.join(self.workdir, 'weights', 'none')}
     fields = {'method': 'reload_weights', 'kwargs': kwargs}
     answer = requests.post(urls[0] + '/collective_rpc', json=fields, timeout=60)
-    self.assertEqual(answer.status_code, 400)
+    self.assertEqual(answer.status_code, 503)  # the folder may still appear
     two[0].terminate()
     self.assertEqual([process.wait(60) for process in two], [0, 0])
 
