@@ -371,10 +371,7 @@ def _make_sampler(config, rows, slots, temperature):
       never,
       (),
       sampling.Sizes(
-          slots,
-          rows=rows,
-          width=WIDTH,
-          slot_buckets=sampling.default_slot_buckets(slots),
+          slots, rows=rows, width=WIDTH, slot_buckets=sampling.default_slot_buckets(slots)
       ),
       sampling.Distribution(temperature),
   )
