@@ -638,7 +638,7 @@ def _check_objective(config: Config, variant: Variant) -> None:
   if not variant.compares_rows:
     return
   name = variant.described()['objective']
-  has_turns = variant.advantage == 'turn_zscore' and name != 'rover'  # which reads tokens
+  has_turns = variant.advantage == 'turn_zscore' and name != 'rover'  # ROVER reads tokens
   if has_turns or not variant.needs_groups:
     raise UserError(
         f'config.algorithm.objective={name!r} reads one advantage per episode, compared within a '

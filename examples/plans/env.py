@@ -122,8 +122,8 @@ class Plans:
     max_turns: calls of an episode, the word `done` included. It is the time budget.
     tools: number of tools.
     constraints: number of statements about pairs of tools.
-    update_after: 0, or the calls after which one more constraint is told. It concerns tools that
-      were not called yet, so that the task keeps a solution.
+    update_after: number of calls after which the user adds a constraint; 0: never. It
+      concerns tools that were not called yet, so that the task keeps a solution.
   """
 
   frame = 'user'
