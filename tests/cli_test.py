@@ -23,6 +23,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax import requirements
@@ -249,6 +250,7 @@ class WordsTest(absltest.TestCase):
     )
     self.assertEqual(doc_pages.with_page('no such flag'), 'no such flag')
 
+  @pytest.mark.slow
   def test_new_folder_passes_its_own_tests(self):
     tmp = self.enterContext(tempfile.TemporaryDirectory())
     self.enterContext(contextlib.chdir(tmp))

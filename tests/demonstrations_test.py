@@ -187,6 +187,7 @@ class ImitationTest(parameterized.TestCase):
         metrics['actor/imitation_loss'], nll / batch.action_mask[rows].sum(), rtol=1e-5
     )
 
+  @pytest.mark.slow
   def test_on_eight_devices_it_equals_one(self):
     spec = make_spec('rloo', imitation=0.5)
     batch = make_batch()
@@ -522,6 +523,7 @@ class PlayTest(parameterized.TestCase):
       self.assertEqual(Episode.from_dict(record, row.task).to_dict(), row.to_dict())
 
   @parameterized.parameters(('grpo', 1), ('grao', 0))
+  @pytest.mark.slow
   def test_resume_is_exact(self, variant, staleness):
     values = dict(algorithm__variant=variant, pipeline__staleness=staleness, eval__every=0)
     if variant == 'grao':

@@ -985,6 +985,7 @@ class GatewayTest(parameterized.TestCase):
     ) as file:
       self.assertIn('versions', json.loads(next(file)))
 
+  @pytest.mark.slow
   def test_resumed_run_plays_each_question_once(self):
     """The first process stops while batches are ahead of training."""
     workdir = self.enterContext(tempfile.TemporaryDirectory())

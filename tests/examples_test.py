@@ -87,16 +87,9 @@ class FolderTest(parameterized.TestCase):
     config = (EXAMPLES / folder / 'config.py').read_text(encoding='utf-8')
     self.assertIn(command, ast.get_docstring(ast.parse(config)))
 
-  @parameterized.parameters('cispo', 'guess_number')
-  def test_smoke_form_trains(self, folder):
-    self.check_smoke_form(folder)
-
-  @parameterized.parameters(*sorted(set(FOLDERS) - {'cispo', 'guess_number'}))
+  @parameterized.parameters(*FOLDERS)
   @pytest.mark.slow
-  def test_smoke_form_trains_slow(self, folder):
-    self.check_smoke_form(folder)
-
-  def check_smoke_form(self, folder):
+  def test_smoke_form_trains(self, folder):
     if folder in PACKAGES and not importlib.util.find_spec(PACKAGES[folder]):
       self.skipTest(f'{PACKAGES[folder]} is not installed')
     config = load(folder)

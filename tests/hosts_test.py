@@ -205,6 +205,7 @@ class FailureTest(parameterized.TestCase):
     end.assert_called_once_with('a line', 3)
 
   @parameterized.parameters(0, 1)
+  @pytest.mark.slow
   def test_error_of_one_process_ends_the_other(self, failing):
     with socket.socket() as probe:
       probe.bind(('localhost', 0))

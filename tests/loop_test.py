@@ -334,6 +334,7 @@ class LoopTest(parameterized.TestCase):
     chex.assert_trees_all_equal(after.actor, before.actor)
     chex.assert_trees_all_equal(after.critic, before.critic)
 
+  @pytest.mark.slow
   def test_waiting_for_a_failed_retriever_changes_no_number(self):
     in_order = {'rollout.threads': 0}  # so that calls can be counted
     config = make_config(
@@ -485,6 +486,7 @@ class LoopTest(parameterized.TestCase):
 
 class MeshTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_an_update_on_eight_devices(self):
     config = make_config(
         **{

@@ -347,6 +347,7 @@ class RunTest(absltest.TestCase):
     self.enterContext(tiny_run.on_one_device())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
+  @pytest.mark.slow
   def test_a_run_its_resumption_and_its_export(self):
     values = {
         'model.lora_rank': 2,

@@ -438,6 +438,7 @@ class StepTest(parameterized.TestCase):
       chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
 
   @parameterized.parameters(('tdpo', (2, 2, 2)), ('rover', (2, 2, 2)))
+  @pytest.mark.slow
   def test_eight_devices_equal_one(self, name, shape):
     self.check_mesh(name, shape)
 

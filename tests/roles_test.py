@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
@@ -488,6 +489,7 @@ class RunTest(parameterized.TestCase):
         self.assertIn(chart['title'], page)
 
   @parameterized.parameters((1, 'own'), (0, 'refilled'))
+  @pytest.mark.slow
   def test_killed_and_resumed_equals_straight(self, staleness, how):
     values = {'pipeline__staleness': staleness, 'eval__every': 1}
     values |= {'algorithm__variant': 'grpo', 'rollout__group_size': 2}  # few programs

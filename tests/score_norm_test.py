@@ -10,6 +10,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax.algorithms import score_norm
 from stppo_jax.algorithms import variants
@@ -123,6 +124,7 @@ def tearDownModule():
 
 class RunTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_resume_is_exact(self):
     """On all simulated devices. The moments are in the checkpoint, and go on from there."""
     values = dict(algorithm__variant='ppo_max', pipeline__staleness=0, eval__every=0)

@@ -382,15 +382,9 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/divisor'], expected, rtol=1e-4)
     np.testing.assert_allclose(metrics['actor/grad_norm'], g_norm / expected, rtol=1e-4)
 
-  @parameterized.parameters(('after_clip', True), ('step', False))
-  def test_the_order_of_divisor_clip_and_optimizer(self, order, shared):
-    self.check_order(order, shared)
-
+  @parameterized.parameters(('before_clip', True), ('after_clip', True), ('step', False))
   @pytest.mark.slow
-  def test_the_default_order_of_divisor_clip_and_optimizer(self):
-    self.check_order('before_clip', True)
-
-  def check_order(self, order, shared):
+  def test_the_order_of_divisor_clip_and_optimizer(self, order, shared):
     """Two steps of AdamW, replayed outside from the gradients that plain descent shows."""
     options = dict(
         critic=None if shared else CRITIC,

@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.algorithms import value_bins
@@ -161,6 +162,7 @@ class StepTest(parameterized.TestCase):
     self.assertGreater(float(jnp.abs(gradient['value_head']['kernel']).max()), 1e-3)
 
   @parameterized.parameters(False, True)
+  @pytest.mark.slow
   def test_eight_devices_equal_one(self, is_shared):
     critic = BINS
     actor = update_test.MODEL
@@ -215,6 +217,7 @@ class RunTest(absltest.TestCase):
     values = {'algorithm.variant': 'hl_gauss_ppo', 'algorithm.kl_in': 'none'} | values
     return tiny_run.make_config(self.folder, **values)
 
+  @pytest.mark.slow
   def test_resume_export_and_folder_of_the_critic(self):
     straight = os.path.join(self.folder, 'straight')
     resumed = os.path.join(self.folder, 'resumed')

@@ -8,6 +8,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from research.toy import calibration
 from research.toy import settings as toy_settings
@@ -82,6 +83,7 @@ def one_step(variant, seed=0, **columns):
 
 class UpdateTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_step_equals_the_ordinary_update(self):
     """The toy task's step with a decoder as its model is that of `update.update_step`."""
     spec = update_test.make_spec('st_ppo', clip_low=0.01, clip_high=0.01)
@@ -121,6 +123,7 @@ class UpdateTest(parameterized.TestCase):
       np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
   @parameterized.parameters('token', 'turn')
+  @pytest.mark.slow
   def test_on_policy_step_is_the_policy_gradient(self, ratio):
     work, after, metrics = one_step('ppo', ratio=ratio)
     for name in ('stppo/ratio_std_token', 'stppo/ratio_std_turn', 'actor/ppo_kl'):
