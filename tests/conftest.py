@@ -10,11 +10,11 @@ hypothesis.settings.load_profile('tests')
 
 # What takes longest starts first: a long file at the end would keep one worker alone.
 FIRST = (
-    'loop_test',
     'update_test',
+    'loop_test',
+    'objectives_test',
     'examples_test',
     'lora_test',
-    'experiments_test',
     'placement_test',
     'hosts_test',
     'readme_test',

@@ -202,14 +202,9 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertIn('python -m scripts.sft_smollm2 --model=', text)
     self.assertLen(re.findall(r'Not run .*yet|Seen', text), 2)  # in full, and in small on a CPU
 
-  def test_its_smallest_form_runs(self):
-    self.check_smallest_form('st_ppo_7b')
-
+  @parameterized.parameters('st_ppo_7b', 'grpo_7b')
   @pytest.mark.slow
-  def test_the_smallest_form_of_a_group_algorithm_runs(self):
-    self.check_smallest_form('grpo_7b')
-
-  def check_smallest_form(self, name):
+  def test_its_smallest_form_runs(self, name):
     with tempfile.TemporaryDirectory() as tmp, tiny_run.on_one_device():
       config = load(name, 'smoke')
       scores = loop.start(config, tmp)
