@@ -5,15 +5,10 @@ of Search-R1 v0.2, the likely base of the paper's runs. validation.py has the ru
 settings.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
 import dataclasses
 import functools
-import operator
 from typing import Any
 from typing import TYPE_CHECKING
-
-from absl import logging
 
 from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
@@ -79,13 +74,15 @@ class RetrieverSettings(Section):
   encoder: str = setting(
       '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
   embeddings: str = setting(
-      '', "folder that stores the passages' vectors; empty: they are computed at each start")
+      '', "folder that stores the passages' vectors; empty: they are computed at each start",
+      written=True)
   device: str = setting(
       'cpu', "device of the encoder in torch's words, such as 'cuda:1'; JAX takes most of the "
       'memory of a GPU that it uses', resume_allowed=True)
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
-      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', resume_allowed=True)
+      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', resume_allowed=True,
+      needs_trust=True)
   dialect: str = setting('search_r1', 'JSON protocol over HTTP', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
       0, "parallel HTTP requests; 0: one for 'search_r1', because FAISS on GPUs needs it, and "
@@ -187,13 +184,13 @@ class RolloutSettings(Section):
   engine: str = setting(
       '', 'addresses of engines in other processes that sample in place of our own sampler, as in '
       "'http://HOST:8000', separated by commas. Empty: off. A resumed run may give other addresses",
-      resume_allowed=True)
+      resume_allowed=True, needs_trust=True)
   engine_kind: str = setting(
       'vllm', "interface of the engines; 'stppo' is the gateway of --mode=serve",
       allowed=('vllm', 'sglang', 'stppo'), resume_allowed=True)
   engine_folder: str = setting(
       '', 'folder for the weights that the engines load, which they see under the same path. '
-      'Empty: WORKDIR/weights', resume_safe=True)
+      'Empty: WORKDIR/weights', resume_safe=True, written=True)
   engine_devices: int = setting(
       1, 'devices of each engine, for --mode=plan', at_least=1, resume_safe=True)
   engine_push: str = setting(
@@ -278,7 +275,7 @@ class TeacherSettings(Section):
                         '`model.dtype`. Empty: no such teacher')
   address: str = setting(
       '', 'http://HOST/v1 of a server with vLLM\'s `prompt_logprobs`; empty: none',
-      resume_allowed=True)
+      resume_allowed=True, needs_trust=True)
   model: str = setting('', 'name of the model at that address', resume_allowed=True)
   coef: float = setting(1.0, "weight of the teacher's advantages", above=0)
 
@@ -400,10 +397,11 @@ class EvalSettings(Section):
       None, '--mode=eval, chat; None: 0, or rollout.temperature if samples is above 1', at_least=0,
       resume_safe=True)
   folder: str = setting(
-      '', 'folder for the files of --mode=eval; empty: in WORKDIR/eval', resume_safe=True)
+      '', 'folder for the files of --mode=eval; empty: in WORKDIR/eval', resume_safe=True,
+      written=True)
   address: str = setting(
       '', '--mode=eval: http://HOST/v1 of an OpenAI-compatible server to evaluate',
-      resume_safe=True)
+      resume_safe=True, needs_trust=True)
   model: str = setting('', '--mode=eval: name of the model at that address', resume_safe=True)
 
 
@@ -425,15 +423,9 @@ class LogSettings(Section):
 
 
 @dataclasses.dataclass
-class HealthSettings(Section):
-  """Limits of monitoring/health.py on means over `window` updates. 0 turns a limit off.
+class HealthLimits(Section):
+  """The limits, see HealthSettings."""
 
-  The limits were chosen by hand, so that a run that learns stays within them.
-  """
-
-  window: int = setting(5, 'updates of the means', at_least=1, resume_safe=True)
-  stop_on: tuple[str, ...] = setting(
-      (), 'names of limits that end the run; the others only log a warning', resume_safe=True)
   score_drop: float = setting(0.5, 'relative drop from the best score', at_least=0)
   entropy_drop: float = setting(0.9, 'relative drop from the first entropy', at_least=0)
   kl: float = setting(1.0, 'KL to the reference, in nats per token', at_least=0)
@@ -451,22 +443,39 @@ class HealthSettings(Section):
       0.01, 'share of episodes whose prompt exceeds rollout.max_prompt', at_least=0)
 
 
+HEALTH_RULES = tuple(field.name for field in dataclasses.fields(HealthLimits))
+
+
+@dataclasses.dataclass
+class HealthSettings(HealthLimits):
+  """Limits of monitoring/health.py on means over `window` updates. 0 turns a limit off.
+
+  The limits were chosen by hand, so that a run that learns stays within them.
+  """
+
+  window: int = setting(5, 'updates of the means', at_least=1, resume_safe=True)
+  stop_on: tuple[str, ...] = setting(
+      (), 'names of limits that end the run; the others only log a warning', items=HEALTH_RULES,
+      resume_safe=True)
+
+
 @dataclasses.dataclass
 class ServeSettings(Section):
   """The gateway: an OpenAI-compatible server for a model, and for agent programs in training."""
 
   host: str = setting(
-      '127.0.0.1', "address to listen on; '0.0.0.0' lets any machine connect", resume_safe=True)
+      '127.0.0.1', "address to listen on; '0.0.0.0' lets any machine connect", resume_safe=True,
+      needs_trust=True)
   hosts: tuple[str, ...] = setting(
       (), 'further host names that a server on loopback accepts, such as that of a proxy, as in '
-      "\"('chat.example.org',)\"", resume_safe=True)
+      "\"('chat.example.org',)\"", resume_safe=True, needs_trust=True)
   rows: int = setting(32, 'requests in progress; further requests wait', at_least=1)
   max_total: int = setting(0, '--mode=serve: tokens of prompt and completion; 0: 4096', at_least=0)
   role: str = setting(
       '', 'role to serve if each role has its own policy; empty: the first', resume_safe=True)
   weights_folder: str = setting(
       '', '--mode=serve: clients may pause the server and load weights from folders in this one, '
-      'for training; empty: they may not', resume_safe=True)
+      'for training; empty: they may not', resume_safe=True, needs_trust=True)
   logprobs_mode: str = setting(
       'raw_logprobs', "--mode=serve: log-probs of the model ('raw_logprobs'), or of the "
       "distribution that was drawn from ('processed_logprobs', for training)",
@@ -483,10 +492,8 @@ class ServeSettings(Section):
       "('zero')", allowed=('mask', 'zero'))
 
 
-HEALTH_RULES = tuple(
-    field.name
-    for field in dataclasses.fields(HealthSettings)
-    if field.name not in ('window', 'stop_on'))
+def _section(kind: type, **settings: Any) -> Any:
+  return dataclasses.field(default_factory=functools.partial(kind, **settings))
 
 
 @dataclasses.dataclass
@@ -495,80 +502,23 @@ class Config(Section):
 
   name: str = setting('run', 'name of the run; the default workdir is runs/<name>')
   seed: int = setting(0, 'seed of all random numbers', at_least=0, at_most=2**32 - 1)
-  data: DataSettings = dataclasses.field(default_factory=DataSettings)
-  env: EnvSettings = dataclasses.field(default_factory=EnvSettings)
-  retriever: RetrieverSettings = dataclasses.field(default_factory=RetrieverSettings)
-  model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
-  rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
-  algorithm: AlgorithmSettings = dataclasses.field(default_factory=AlgorithmSettings)
-  teacher: TeacherSettings = dataclasses.field(default_factory=TeacherSettings)
-  actor: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
-  critic: OptimizerSettings = dataclasses.field(
-      default_factory=lambda: OptimizerSettings(lr=1e-5, warmup=0.015))
-  train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
-  pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
-  mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
-  placement: PlacementSettings = dataclasses.field(default_factory=PlacementSettings)
-  eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
-  log: LogSettings = dataclasses.field(default_factory=LogSettings)
-  health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
-  serve: ServeSettings = dataclasses.field(default_factory=ServeSettings)
+  data: DataSettings = _section(DataSettings)
+  env: EnvSettings = _section(EnvSettings)
+  retriever: RetrieverSettings = _section(RetrieverSettings)
+  model: ModelSettings = _section(ModelSettings)
+  rollout: RolloutSettings = _section(RolloutSettings)
+  algorithm: AlgorithmSettings = _section(AlgorithmSettings)
+  teacher: TeacherSettings = _section(TeacherSettings)
+  actor: OptimizerSettings = _section(OptimizerSettings)
+  critic: OptimizerSettings = _section(OptimizerSettings, lr=1e-5, warmup=0.015)
+  train: TrainSettings = _section(TrainSettings)
+  pipeline: PipelineSettings = _section(PipelineSettings)
+  mesh: MeshSettings = _section(MeshSettings)
+  placement: PlacementSettings = _section(PlacementSettings)
+  eval: EvalSettings = _section(EvalSettings)
+  log: LogSettings = _section(LogSettings)
+  health: HealthSettings = _section(HealthSettings)
+  serve: ServeSettings = _section(ServeSettings)
 
 
 # fmt: on
-
-# Old name -> new name. An old name still works in this version, with a warning.
-RENAMED = {'env.max_turns': 'env.max_searches', 'log.wandb_project': 'log.project'}
-
-
-def current_name(path: str) -> str:
-  """Returns the present name of a setting, and logs a warning for an old name."""
-  if path in RENAMED:
-    logging.warning('config.%s is now called config.%s', path, RENAMED[path])
-  return RENAMED.get(path, path)
-
-
-def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the nested dict of a config.json with old names replaced by the present ones."""
-  renamed = {name: dict(x) if isinstance(x, dict) else x for name, x in values.items()}
-  for old, new in RENAMED.items():
-    section, old_name = old.split('.')
-    _, new_name = new.split('.')
-    settings = renamed.get(section)
-    if isinstance(settings, dict) and old_name in settings:
-      settings[new_name] = settings.pop(old_name)
-  return renamed
-
-
-def _set_old_names() -> None:
-  """Lets experiment files read, assign and give to a constructor what has an old name."""
-  sections = {field.name: field.type for field in dataclasses.fields(Config)}
-  for old, new in RENAMED.items():
-    section, old_name = old.split('.')
-    _, new_name = new.split('.')
-    kind: Any = sections[section]
-    kind.RENAMED = {**kind.RENAMED, old_name: new_name}
-    kind.__init__ = _with_old_name(kind.__init__, old_name, new_name)
-    setattr(kind, old_name, property(operator.attrgetter(new_name)))
-
-
-def _with_old_name(init: Callable, old_name: str, new_name: str) -> Callable:
-  @functools.wraps(init)
-  def renamed(self, *args, **kwargs):
-    if old_name in kwargs:
-      logging.warning('the setting %s is now called %s', old_name, new_name)
-      kwargs[new_name] = kwargs.pop(old_name)
-    init(self, *args, **kwargs)
-
-  return renamed
-
-
-_set_old_names()
-
-
-def __getattr__(name: str) -> Any:
-  """Returns a section by its old name, such as Train, with a warning."""
-  if f'{name}Settings' not in globals():
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  logging.warning('stppo_jax.config.%s is now called %sSettings', name, name)
-  return globals()[f'{name}Settings']

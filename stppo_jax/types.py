@@ -30,11 +30,9 @@ import os
 import types
 import typing
 from typing import Any
-from typing import ClassVar
 from typing import TypeVar
 import zlib
 
-from absl import logging
 import flax
 import jax
 import numpy as np
@@ -83,13 +81,8 @@ def hint(name: str, names: Iterable[str]) -> str:
 class Section:
   """A dataclass of settings that rejects unknown names."""
 
-  RENAMED: ClassVar[dict[str, str]] = {}  # old name -> new name, see config.RENAMED
-
   def __setattr__(self, name: str, value: Any) -> None:
     known = self.__dataclass_fields__  # type: ignore[attr-defined]
-    if name in self.RENAMED:
-      logging.warning('the setting %s is now called %s', name, self.RENAMED[name])
-      name = self.RENAMED[name]
     if name not in known:
       near = hint(name, known) or f'; there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
@@ -113,6 +106,8 @@ class Rules:
   finite: bool = True  # neither NaN nor infinite
   plugin: bool = False  # 'module:attribute' is allowed too, see plugins.py
   prefixes: tuple[str, ...] = ()  # prefixes that are no module, as in 'gem:ID'
+  needs_trust: bool = False  # a run's config.json may only set it with --trust_workdir
+  written: bool = False  # a folder that is written to; outside of the workdir it needs trust
   resume_safe: bool = False  # a resumed run may change it: no result depends on it
   resume_allowed: bool = False  # a resumed run may change it, although results depend on it
 

@@ -17,7 +17,7 @@ from typing import Any
 from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
-from stppo_jax.config import HEALTH_RULES
+from stppo_jax.config import LORA_TARGETS
 from stppo_jax.types import described
 from stppo_jax.types import hint
 from stppo_jax.types import is_of
@@ -78,14 +78,16 @@ def _has_schedule(optimizer: Any) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
+_ADDRESS = r'https?://[^\s/]+(/\S*)?'
 _LONGEST_SHOWN = 500  # characters of a rejected value
 
 
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
   check_section('config.', config)
-  _check_names(config)
   _check_environment(config)
+  _check_roles(config)
+  _check_replay(config)
   _check_address('eval', config.eval)
   _check_address('teacher', config.teacher)
   _check_engine(config)
@@ -117,7 +119,7 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
         f'{given}: allowed are {", ".join(allowed)}{or_plugin}{hint(str(value), allowed)}'
     )
   is_tuple = isinstance(value, tuple)
-  if rules.items and is_tuple and not (value and all(item in rules.items for item in value)):
+  if rules.items and is_tuple and not all(item in rules.items for item in value):
     raise UserError(
         f'{given}: allowed are one or more of {", ".join(rules.items)}, as in '
         f'"({rules.items[0]!r}, {rules.items[-1]!r})"'
@@ -129,8 +131,20 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
   if not is_of(value, kind):
     not_this = '' if is_tuple else f', not {type(value).__name__}'
     raise UserError(f'{given}: must be {described(kind)}{not_this}')
+  if isinstance(value, dict):
+    _check_json(given, value)
   if rules.finite and not all(math.isfinite(x) for x in items if isinstance(x, float)):
     raise UserError(f'{given}: must be finite')
+
+
+def _check_json(given: str, options: dict[str, Any]) -> None:
+  """Checks that config.json can hold a dict."""
+  try:
+    text = json.dumps(options)
+  except (TypeError, ValueError) as error:
+    raise UserError(f'{given}: numbers, texts, lists and dicts are allowed ({error})') from error
+  if json.loads(text).keys() != options.keys():
+    raise UserError(f'{given}: must be a dict with names as keys')
 
 
 def _check_bounds(given: str, rules: Rules, number: float) -> None:
@@ -145,34 +159,9 @@ def _check_bounds(given: str, rules: Rules, number: float) -> None:
       raise UserError(f'{given}: must be {words} {bound}')
 
 
-def _check_names(config: Config) -> None:
-  """Checks names that refer to other fields."""
-  for name in config.health.stop_on:
-    if name not in HEALTH_RULES:
-      raise UserError(
-          f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
-          'to be given as "(\'entropy_drop\',)"'
-      )
-  if config.serve.role and config.model.role_parameters == 'shared':
-    raise UserError(
-        f"config.serve.role={config.serve.role!r}: with config.model.role_parameters='shared' one "
-        'policy plays all roles: leave it empty'
-    )
-
-
 def _check_environment(config: Config) -> None:
   """Checks settings of the environment and its retriever that need each other."""
   retriever = config.retriever
-  for path in FREE_DICTS:
-    options = get(config, path)
-    try:
-      text = json.dumps(options)
-    except (TypeError, ValueError) as error:
-      raise UserError(
-          f'config.{path}={options!r}: numbers, texts, lists and dicts are allowed ({error})'
-      ) from error
-    if not isinstance(options, dict) or json.loads(text).keys() != options.keys():
-      raise UserError(f'config.{path}={options!r}: must be a dict with names as keys')
   if retriever.kind in ('dense', 'hybrid') and not retriever.encoder:
     raise UserError(
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
@@ -185,15 +174,38 @@ def _check_environment(config: Config) -> None:
         "config.env.kind='tools' needs tools: name some, as in "
         "--config.env.tools=\"('calculator', 'search')\""
     )
-  if retriever.kind == 'none' and 'search' in tools:
+  searches = 'search' in tools or (kind == 'search' and config.env.max_searches)
+  if retriever.kind == 'none' and searches:
     raise UserError(
-        "config.retriever.kind='none' leaves the tool 'search' nothing to search: take it out of "
-        'config.env.tools, or give another retriever'
+        "config.retriever.kind='none' leaves nothing to search: give another retriever or "
+        "environment, set --config.env.max_searches=0 (closed-book), or take 'search' out of "
+        'config.env.tools'
     )
-  if retriever.kind == 'none' and kind == 'search' and config.env.max_searches:
+
+
+def _check_roles(config: Config) -> None:
+  """Checks settings that depend on the number of policies."""
+  is_shared = config.model.role_parameters == 'shared'
+  if config.serve.role and is_shared:
     raise UserError(
-        "config.retriever.kind='none' leaves the search environment nothing to search: set "
-        '--config.env.max_searches=0 (closed-book), or another retriever or environment'
+        f"config.serve.role={config.serve.role!r}: with config.model.role_parameters='shared' one "
+        'policy plays all roles: leave it empty'
+    )
+  if config.rollout.engine and not is_shared:
+    raise UserError(
+        f'config.rollout.engine={config.rollout.engine!r}: an engine holds one policy: set '
+        '--config.model.role_parameters=shared'
+    )
+
+
+def _check_replay(config: Config) -> None:
+  """Checks that nothing is set for sampling if saved batches are replayed."""
+  rollout = config.rollout
+  samples = rollout.engine or rollout.demonstrations or rollout.allocation != 'even'
+  if rollout.replay and samples:
+    raise UserError(
+        f'config.rollout.replay={rollout.replay!r} samples nothing: leave it out, or leave out '
+        'config.rollout.engine, demonstrations and allocation'
     )
 
 
@@ -201,7 +213,7 @@ def _check_address(name: str, section: Any) -> None:
   """Checks the address of a server with a model, in a section of the config."""
   address = section.address
   model = section.model
-  if address and not re.fullmatch(r'https?://[^\s/]+(/\S*)?', address):
+  if address and not re.fullmatch(_ADDRESS, address):
     raise UserError(
         f'config.{name}.address={address!r}: give http://HOST:PORT/v1 or https://HOST/v1'
     )
@@ -219,21 +231,14 @@ def _check_engine(config: Config) -> None:
     return
   given = f'config.rollout.engine={rollout.engine!r}'
   for address in rollout.engine.split(','):
-    if not re.fullmatch(r'\s*https?://[^\s/]+(/\S*)?\s*', address):
+    if not re.fullmatch(_ADDRESS, address.strip()):
       raise UserError(f'{given}: give http://HOST:PORT, several of them separated by commas')
-  if config.model.role_parameters == 'own':
-    raise UserError(
-        f'{given}: an engine holds one policy: set --config.model.role_parameters=shared'
-    )
   if rollout.routing_replay == 'sampling':
     raise UserError(
         f'{given}: engines do not report the experts that they chose: set '
         '--config.rollout.routing_replay=old_policy'
     )
-  if rollout.replay:
-    raise UserError(f'{given}: nothing is sampled with config.rollout.replay: set one of them')
-  is_cut = rollout.top_k > 0 or rollout.top_p < 1
-  if rollout.engine_kind == 'sglang' and is_cut:
+  if rollout.engine_kind == 'sglang' and _is_cut(config):
     raise UserError(
         f'{given}: SGLang reports log-probs without top_k and top_p: set '
         '--config.rollout.top_k=0 --config.rollout.top_p=1, or take vLLM'
@@ -242,6 +247,16 @@ def _check_engine(config: Config) -> None:
     raise UserError(
         f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
     )
+
+
+def _is_cut(config: Config) -> bool:
+  """Returns whether tokens are sampled from a part of the vocabulary."""
+  return config.rollout.top_k > 0 or config.rollout.top_p < 1
+
+
+def _is_program(config: Config) -> bool:
+  """Returns whether an agent program plays the episodes."""
+  return config.env.kind.startswith('gateway:')
 
 
 def _check_sizes(config: Config) -> None:
@@ -267,24 +282,6 @@ def _check_sizes(config: Config) -> None:
     )
   if not rollout.chunks:
     raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more')
-  most = max(rollout.max_total, *type(rollout)().chunks)
-  if max(rollout.chunks) > most:
-    raise UserError(
-        f'config.rollout.chunks={rollout.chunks}: a chunk is a part of a row, of at most '
-        f'config.rollout.max_total={rollout.max_total} tokens: give at most {most}'
-    )
-  slots = rollout.slot_buckets
-  if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
-    raise UserError(
-        f'config.rollout.slot_buckets={slots}: must rise from 1 or more, to at most '
-        f'config.rollout.max_total={rollout.max_total}; empty for the default'
-    )
-  sizes = rollout.mesh
-  if sizes and (len(sizes) != 2 or sizes == (-1, -1) or any(n < 1 and n != -1 for n in sizes)):
-    raise UserError(
-        f'config.rollout.mesh={sizes}: give (data, tensor), each at least 1 or one of them -1, as '
-        'in "(-1, 4)"; empty for the default'
-    )
   if rollout.max_prompt + rollout.max_turn > rollout.max_total:
     raise UserError(
         f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
@@ -303,10 +300,8 @@ def _check_demonstrations(config: Config) -> None:
   if not rollout.demonstrations:
     return
   given = f'config.rollout.demonstrations={rollout.demonstrations!r}'
-  if config.env.kind.startswith('gateway:'):
+  if _is_program(config):
     raise UserError(f'{given} plays an environment, and config.env.kind is a program: leave it out')
-  if rollout.replay:
-    raise UserError(f'{given}: config.rollout.replay samples nothing, leave one of them out')
   if rollout.routing_replay == 'sampling':
     raise UserError(
         f"{given}: config.rollout.routing_replay='sampling' needs the experts of a sampler, which "
@@ -314,11 +309,8 @@ def _check_demonstrations(config: Config) -> None:
     )
   questions = config.train.episodes // rollout.group_size
   groups = -(-questions // rollout.demonstrate_every)
-  if (
-      rollout.demonstrated > rollout.group_size
-      or groups == questions
-      and (rollout.demonstrated == rollout.group_size)
-  ):
+  most = rollout.group_size - int(groups == questions)
+  if rollout.demonstrated > most:
     raise UserError(
         f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
         f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
@@ -337,7 +329,7 @@ def _check_allocation(config: Config) -> None:
         f'{given} deals out the episodes of a fixed set of questions: leave out '
         'config.rollout.demonstrations, and set max_num_gen_batches=1'
     )
-  if config.env.kind.startswith('gateway:'):
+  if _is_program(config):
     raise UserError(
         f'{given} plays an environment, and config.env.kind is a program: set it to even'
     )
@@ -348,8 +340,6 @@ def _check_allocation(config: Config) -> None:
         f'tells little, and below group_size={rollout.group_size}, the mean size of a group: raise '
         '--config.rollout.group_size'
     )
-  if rollout.replay:
-    raise UserError(f'{given}: config.rollout.replay samples nothing, leave one of them out')
   if 0 < rollout.max_group < rollout.group_size:
     raise UserError(
         f'{given}: config.rollout.max_group={rollout.max_group} must be at least group_size='
@@ -367,7 +357,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   rollout = config.rollout
   name = config.algorithm.variant
   sees_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  if (rollout.top_p < 1 or rollout.top_k > 0) and not sees_sampler:
+  if _is_cut(config) and not sees_sampler:
     raise UserError(
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
         "that is sampled from, which only a ratio to the sampler's log-probs reflects: set top_p=1 "
@@ -414,29 +404,29 @@ def check_variant(config: Config, variant: Variant) -> None:
 def _check_teacher(config: Config, variant: Variant) -> None:
   """Checks the teacher of on-policy distillation, and the row that has no other advantage."""
   teacher = config.teacher
+  has_teacher = bool(teacher.folder or teacher.address)
   if teacher.folder and teacher.address:
     raise UserError(
         f'config.teacher.folder={teacher.folder!r} and config.teacher.address='
         f'{teacher.address!r} are two teachers: give one of them'
     )
-  if variant.advantage == 'none' and not (teacher.folder or teacher.address):
+  if variant.advantage == 'none' and not has_teacher:
     raise UserError(
         f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
         'teacher: set --config.teacher.folder or --config.teacher.address'
     )
-  if variant.compares_rows and (teacher.folder or teacher.address):
+  if not has_teacher:
+    return
+  if variant.compares_rows:
     raise UserError(
         f'config.algorithm.variant={config.algorithm.variant!r} compares rows by their '
         "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
         'choose another row'
     )
-  if not (teacher.folder or teacher.address):
-    return
-  rollout = config.rollout
-  if rollout.top_p < 1 or rollout.top_k:
+  if _is_cut(config):
     raise UserError(
-        f'config.rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: the log-probs of a '
-        'teacher are those of the uncut distribution: set top_p=1 and top_k=0'
+        f'config.rollout.top_p={config.rollout.top_p:g}, top_k={config.rollout.top_k}: the '
+        'log-probs of a teacher are those of the uncut distribution: set top_p=1 and top_k=0'
     )
   if variant.mask_zero_advantage:
     raise UserError(
@@ -558,26 +548,21 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
     )
-  if variant.score_norm != 'none' and config.env.kind.startswith('gateway:'):
+  if variant.score_norm != 'none' and _is_program(config):
     raise UserError(
         f'config.algorithm.score_norm={variant.score_norm!r} normalises the scores of rows, and an '
         "episode of an agent program may have several: set --config.algorithm.score_norm='none'"
     )
-  if variant.advantage == 'turn_zscore' and config.env.kind.startswith('gateway:'):
+  if variant.advantage == 'turn_zscore' and _is_program(config):
     raise UserError(
         "config.algorithm.advantage='turn_zscore' compares turns by their numbers, and the rows of "
         'an agent program start again at 1: set --config.algorithm.advantage=group_zscore'
     )
-  spoils = ''
-  if variant.kl_in == 'reward':
-    spoils = 'kl_in'
-  elif variant.whiten:
-    spoils = 'whiten'
-  if variant.mask_zero_advantage and spoils:
+  if variant.mask_zero_advantage and (variant.kl_in == 'reward' or variant.whiten):
     raise UserError(
-        'config.algorithm.mask_zero_advantage=True would drop nothing: with '
-        f'{spoils}={getattr(variant, spoils)!r} no advantage is exactly 0; set '
-        f'--config.algorithm.{spoils}={"none" if spoils == "kl_in" else False}'
+        f'config.algorithm.mask_zero_advantage=True would drop nothing: with kl_in='
+        f'{variant.kl_in!r} and whiten={variant.whiten} no advantage is exactly 0; set '
+        '--config.algorithm.kl_in=none --config.algorithm.whiten=False'
     )
   if variant.uses_demonstrations and variant.whiten:
     raise UserError(
@@ -671,6 +656,8 @@ def _check_adapters(config: Config) -> None:
         "what it resolves (1/256 of a weight) and are rounded away. Set it to 'float32', or train "
         'adapters on a frozen bfloat16 model with --config.model.lora_rank=16'
     )
+  if not model.lora_targets:
+    raise UserError(f'config.model.lora_targets=(): give one or more of {", ".join(LORA_TARGETS)}')
   if model.lora_rank and placement.reference == 'host' and not config.teacher.folder:
     raise UserError(
         "config.placement.reference='host': with config.model.lora_rank above 0 the reference "

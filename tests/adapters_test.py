@@ -325,7 +325,7 @@ class NamesTest(parameterized.TestCase):
   )
   def test_wrong_name_lists_similar_names(self, package, kind, close):
     need(self, package)
-    with self.assertRaisesRegex(UserError, f'close to it are .*{close}') as caught:
+    with self.assertRaisesRegex(UserError, f'such as .*{close}') as caught:
       resolve(kind)
     self.assertNotIn('\n', str(caught.exception))
 

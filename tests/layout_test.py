@@ -248,7 +248,7 @@ class MeshTest(parameterized.TestCase):
     self.assertEqual(mesh.devices.shape, (wanted[0], 1, wanted[1]))
     self.assertEqual(list(mesh.devices.flat), list(training_mesh().devices.flat))
 
-  @parameterized.parameters((3, 2), (-1, 3), (4, 4), (16, 1))
+  @parameterized.parameters((3, 2), (-1, 3), (4, 4), (16, 1), (-1, -1), (0, 8), (8,))
   def test_sizes_that_are_not_the_devices(self, *sizes):
     with self.assertRaisesRegex(UserError, r'^config.rollout.mesh=[^\n]* 8 devices[^\n]*$'):
       layout.make_mesh(training_mesh(), CONFIG, sizes)

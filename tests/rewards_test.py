@@ -136,15 +136,10 @@ class RewardsTest(parameterized.TestCase):
     self.assertFalse(rewards.well_formed(text))
 
   @parameterized.parameters(
-      (True, True, True, 1.0),
-      (True, False, True, 0.8),
-      (False, True, True, 0.2),
-      (False, False, True, 0.1),
-      (False, False, False, 0.0),
-      (False, True, False, 0.0),
+      (True, True, 1.0), (True, False, 0.8), (False, True, 0.2), (False, False, 0.1)
   )
-  def test_format_reward(self, correct, formed, answered, expected):
-    self.assertEqual(rewards.format_reward(correct, formed, answered), expected)
+  def test_format_reward(self, correct, formed, expected):
+    self.assertEqual(rewards.format_reward(correct, formed), expected)
 
 
 if __name__ == '__main__':

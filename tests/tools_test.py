@@ -199,7 +199,7 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual(env.stop_strings, ('</calculator>', '</search>', '</answer>'))
 
   @parameterized.parameters(
-      ('{"name": "calculator"', 'the call is malformed, not JSON .*Write it like <tool_call>'),
+      ('{"name": "calculator"', 'the call is malformed, not JSON .*write <tool_call>'),
       ('{"name": "abacus"}', "Error: there is no tool 'abacus'; there are calculator, search, add"),
       ('{"name": "add", "arguments": {"a": 1}}', "add do not fit, 'b' is a required"),
       ('{"name": "add", "arguments": {"a": 1, "b": "2"}}', "'2' is not of type 'integer'"),

@@ -44,7 +44,8 @@ USUAL_SCORES = {'system': 'val-core/all/em', 'toy': 'toy/success'}
 NEW_NAMES = {  # old path -> new path
     'mechanism.rewards': 'toy.rewards',
     'mechanism.warm_steps': 'toy.warm_steps',
-    **schema.RENAMED,
+    'env.max_turns': 'env.max_searches',
+    'log.wandb_project': 'log.project',
 }
 NEW_FOLDERS = {'docs/study/model_5m': 'research/model_5m'}
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.+-]*')

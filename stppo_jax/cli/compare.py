@@ -43,10 +43,9 @@ def text(first: str, second: str) -> str:
 
 def read_settings(folder: str) -> dict[str, Any]:
   """Returns the settings of a folder and its provenance, by their paths."""
-  config = workdir_lib.read_config(folder)
-  if not config:
+  settings = workdir_lib.read_settings(folder)
+  if not settings:
     raise UserError(f'{folder} has no config.json: give the workdir of a run')
-  settings = {name: value for name, value in config.items() if name not in workdir_lib.RECORDED}
   return workdir_lib.flatten(settings | {'provenance': provenance.newest(folder)})
 
 

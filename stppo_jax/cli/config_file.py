@@ -39,9 +39,9 @@ def load(arguments: Arguments, reads_run: bool) -> Config:
       logging.info('config file: %s', path)
     config = _run_file(path, mode)
 
-  apply(config, arguments.overrides, arguments.options)
+  apply(config, arguments.overrides)
   if is_saved and not flags.trust_workdir:
-    saved_config.check_trust(flags.workdir, config, arguments.overrides, arguments.options)
+    saved_config.check_trust(flags.workdir, config, arguments.overrides)
   return config
 
 
@@ -57,16 +57,15 @@ def find(file: str) -> str:
   return file
 
 
-def apply(
-    config: Config, overrides: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
-) -> None:
+def apply(config: Config, overrides: Mapping[str, Any]) -> None:
   """Sets the values of the command line."""
   for path, value in overrides.items():
-    *parents, name = path.split('.')
-    section = validation.get(config, '.'.join(parents)) if parents else config
-    setattr(section, name, value)
-  for path, values in options.items():
-    validation.get(config, path).update(values)
+    parent, _, name = path.rpartition('.')
+    section = validation.get(config, parent) if parent else config
+    if isinstance(section, dict):
+      section[name] = value
+    else:
+      setattr(section, name, value)
   has_own_source = overrides.get('data.source', DataSettings().source) != DataSettings().source
   if has_own_source and 'data.datasets' not in overrides:
     config.data.datasets = ()  # the experiment's choice belongs to its own source

@@ -6,21 +6,21 @@ import dataclasses
 import difflib
 import json
 import re
+import types as types_lib
 from typing import Any
 from typing import get_args
 from typing import NamedTuple
 
-from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.config import Config
-from stppo_jax.types import hint
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
-_HELP = ('help', 'h', 'helpshort', 'helpfull')
+_HELP = ('help', 'h')
 _BOOLEANS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
+_DICT = dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -65,8 +65,7 @@ class Arguments(NamedTuple):
   """The arguments of a command."""
 
   flags: Flags
-  overrides: dict[str, Any]  # {path of a setting: value}
-  options: dict[str, dict[str, Any]]  # {path of a dict: {name: value}}
+  overrides: dict[str, Any]  # {path of a setting, or of an item of a dict: value}
   help: str | None  # '': --help; a section: --help=SECTION
   operands: list[str]  # words after the command's name
 
@@ -74,104 +73,90 @@ class Arguments(NamedTuple):
 def parse(arguments: Sequence[str]) -> Arguments:
   """Reads the arguments of a command. UserError: one of them is not understood.
 
-  A flag is --NAME=VALUE or --NAME VALUE. A bool also is --NAME or --noNAME. Without --mode, the
-  first of the other words is the mode.
+  A flag is --NAME=VALUE or --NAME VALUE. A bool also is --NAME. Without --mode, the first of the
+  other words is the mode.
   """
-  parsed = Arguments(Flags(), {}, {path: {} for path in validation.FREE_DICTS}, None, [])
-  flag_kinds = validation.kinds(Flags)
-  setting_kinds = validation.kinds()
+  flags = Flags()
+  overrides: dict[str, Any] = {}
+  section = None
+  operands = []
+  kinds = validation.kinds(Flags)
+  kinds |= {f'config.{path}': kind for path, kind in validation.kinds().items()}
   rest = list(arguments)
   while rest:
     argument = rest.pop(0)
     match = re.fullmatch(r'--?([A-Za-z][\w.]*)(?:=(.*))?', argument, re.DOTALL)
     if match is None:
-      parsed.operands.append(argument)
+      operands.append(argument)
       continue
     name, text = match.groups()
     if name in _HELP:
-      parsed = parsed._replace(help=text or '')
+      section = text or ''
       continue
 
-    is_negated = name.startswith('no') and name[2:] in flag_kinds
-    is_negated |= name.startswith('noconfig.')
-    name = name.removeprefix('no') if is_negated else name
-    path = config_lib.current_name(name.removeprefix('config.'))
-    is_setting = name.startswith('config.')
-    option = _split_option(path) if is_setting else None
-    if is_setting and option is None:
-      _check_known(path, setting_kinds)
-    if not is_setting and name not in flag_kinds:
-      near = hint(name, flag_kinds) or '; see --help'
-      raise UserError(f'{argument}: there is no such flag{near}')
-    kind = Any if option else (setting_kinds[path] if is_setting else flag_kinds[name])
-
+    is_option = kinds.get(name.rpartition('.')[0]) == _DICT
+    kind = Any if is_option else kinds.get(name)
+    if kind is None:
+      raise UserError(f'--{name}: there is no such flag; {_advice(name, list(kinds))}')
     if text is None:
-      if kind is bool or bool in get_args(kind):
-        text = str(not is_negated)
+      if bool in (kind, *get_args(kind)):
+        text = 'true'
       elif rest:
         text = rest.pop(0)
       else:
         raise UserError(f'{argument}: give a value, as in {argument}=VALUE')
-    shown = f'--{name}={text}'
-    if option:
-      dict_path, option_name = option
-      parsed.options[dict_path][option_name] = _literal(text)
-    elif path in parsed.options and is_setting:
-      parsed.options[path].update(_parse_dict(shown, path, text))
-    elif is_setting:
-      parsed.overrides[path] = _parse_value(shown, text, kind, _meaning(path))
+    value = _parse_value(name, text, kind)
+    path = name.removeprefix('config.')
+    if kind == _DICT:
+      overrides |= {f'{path}.{option}': item for option, item in value.items()}
+    elif path == name:
+      setattr(flags, name, value)
     else:
-      setattr(parsed.flags, name, _parse_value(shown, text, kind, ''))
-  validation.check_section('--', parsed.flags)
-  if not parsed.flags.mode:
-    parsed.flags.mode = parsed.operands.pop(0) if parsed.operands else 'train'
-  return parsed
+      overrides[path] = value
+  validation.check_section('--', flags)
+  if not flags.mode:
+    flags.mode = operands.pop(0) if operands else 'train'
+  return Arguments(flags, overrides, section, operands)
 
 
-def _split_option(path: str) -> tuple[str, str] | None:
-  """Returns (dict, name) of a path such as env.options.NAME; None for other paths."""
-  parent, _, name = path.rpartition('.')
-  return (parent, name) if parent in validation.FREE_DICTS else None
-
-
-def _check_known(path: str, known: dict[str, Any]) -> None:
-  if path in known:
-    return
-  last = path.split('.')[-1]
-  inside = [name for name in known if name.startswith(path + '.')]
+def _advice(name: str, names: Sequence[str]) -> str:
+  """Returns the names that may have been meant by one that does not exist."""
+  inside = [other for other in names if other.startswith(name + '.')]
   if inside:
-    raise UserError(f'--config.{path}: give one of its settings, such as {", ".join(inside[:3])}')
-  near = [name for name in known if name.endswith('.' + last)]
-  near = near or difflib.get_close_matches(path, known, n=3)
-  hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see --help'
-  raise UserError(f'--config.{path}: there is no such field; {hint}')
+    return f'give one of its settings, such as {", ".join(inside[:3])}'
+  last = name.split('.')[-1]
+  near = [other for other in names if other.endswith('.' + last)]
+  near = near or difflib.get_close_matches(name, names, n=3)
+  if not near:
+    return 'see --help'
+  return f'did you mean --{" or --".join(near[:3])}?'
 
 
-def _parse_value(shown: str, text: str, kind: Any, meaning: str) -> Any:
+def _parse_value(name: str, text: str, kind: Any) -> Any:
   """Returns the value of a flag. The config's own rules check it later."""
-  kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
-  if text == 'None' and type(None) in kinds:
+  if text == 'None' and type(None) in get_args(kind):
     return None
-  kind = kinds[0]
+  if isinstance(kind, types_lib.UnionType):
+    kind = get_args(kind)[0]
   try:
-    if kind is str:
-      return text
     if kind is bool:
       return _BOOLEANS[text.lower()]
-    if kind in (int, float):
+    if kind in (str, int, float):
       return kind(text)
-    value = _literal(text)
-    return value if isinstance(value, tuple) else (value,)
   except (ValueError, KeyError):
-    raise UserError(f'{shown}: must be {types.described(kind)}{meaning}') from None
-
-
-def _parse_dict(shown: str, path: str, text: str) -> dict[str, Any]:
-  value = _literal(text)
-  if not isinstance(value, dict):
+    meaning = _meanings()[name]
     raise UserError(
-        f'{shown}: give a dict, as in --config.{path}=\'{{"low": 1}}\', or one option, as in '
-        f'--config.{path}.low=1'
+        f'--{name}={text}: must be {types.described(kind)}; it means: {meaning}'
+    ) from None
+  value = _literal(text)
+  if kind is Any:
+    return value
+  if kind != _DICT:
+    return value if isinstance(value, tuple) else (value,)
+  if not isinstance(value, dict) or not all(str(key).isidentifier() for key in value):
+    raise UserError(
+        f'--{name}={text}: give a dict, as in --{name}=\'{{"low": 1}}\', or one option, as in '
+        f'--{name}.low=1'
     )
   return value
 
@@ -186,6 +171,9 @@ def _literal(text: str) -> Any:
   return text
 
 
-def _meaning(path: str) -> str:
-  meanings = {name: rules.meaning for name, rules, _ in validation.fields(Config())}
-  return f'; it means: {meanings[path]}'
+def _meanings() -> dict[str, str]:
+  """Returns {name of a flag: its meaning}."""
+  meanings = {path: rules.meaning for path, rules, _ in validation.fields(Flags())}
+  for path, rules, _ in validation.fields(Config()):
+    meanings[f'config.{path}'] = rules.meaning
+  return meanings

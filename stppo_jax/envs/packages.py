@@ -11,6 +11,7 @@ import importlib
 import logging
 import math
 from typing import Any
+from typing import ClassVar
 import zlib
 
 import numpy as np
@@ -32,7 +33,7 @@ def import_package(given: str, module: str, extra: str) -> Any:
     return importlib.import_module(module)
   except ImportError as error:
     raise types.UserError(
-        f'{given} needs the package {module} ({error}): ' f'pip install ".[{extra}]"'
+        f'{given} needs the package {module} ({error}): pip install ".[{extra}]"'
     ) from error
   finally:
     logging.root.handlers[:] = handlers
@@ -42,15 +43,12 @@ def import_package(given: str, module: str, extra: str) -> Any:
 def check_name(kind: str, name: str, names: Iterable[str]) -> None:
   """Raises a UserError with similar names unless `name` is one of the package's `names`."""
   names = sorted(names)
-  if name in names:
-    return
-  by_lower_case = {other.lower(): other for other in names}
-  close = difflib.get_close_matches(name.lower(), by_lower_case, n=4, cutoff=0.4)
-  shown = [by_lower_case[lower] for lower in close] or names[:8]
-  raise types.UserError(
-      f'config.env.kind={kind!r}: there is no {name!r} among its {len(names)} environments; '
-      f'{"close to it" if close else "there"} are {", ".join(shown)}'
-  )
+  if name not in names:
+    shown = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:8]
+    raise types.UserError(
+        f'config.env.kind={kind!r}: there is no {name!r} among its {len(names)} environments, such '
+        f'as {", ".join(shown)}'
+    )
 
 
 def registry_constructor(package: str, env_id: str) -> Callable[..., Any]:
@@ -74,20 +72,23 @@ def registry_constructor(package: str, env_id: str) -> Callable[..., Any]:
   return construct
 
 
-def adapt(
-    env_class: Any, construct: Callable[..., Any], kind: str, dataset: str
-) -> Callable[..., Any]:
-  """Returns a maker of environments for `factory.make_factory`: (task, **settings) -> env.
+class PackageEnv:
+  """The base of other packages' environments. Its tasks are seeds."""
 
-  Its tasks are seeds. The class attributes are those of `env_class`, which is called with
-  (construct, kind, task, **settings).
-  """
-  make: Any = functools.partial(env_class, construct, kind)
-  make.attributes = env_class.attributes
-  make.core_metrics = getattr(env_class, 'core_metrics', ())
-  make.uses_global_random = getattr(env_class, 'uses_global_random', True)
-  make.load_tasks = functools.partial(seed_tasks, dataset)
-  return make
+  construct: ClassVar[Callable[..., Any]]  # makes the package's environment
+  kind: ClassVar[str]  # the value of `config.env.kind`
+
+
+def adapt(
+    env_class: type[PackageEnv], construct: Callable[..., Any], kind: str, dataset: str
+) -> type[PackageEnv]:
+  """Returns the subclass of `env_class` for one of the package's environments."""
+  attributes = {
+      'construct': staticmethod(construct),
+      'kind': kind,
+      'load_tasks': functools.partial(seed_tasks, dataset),
+  }
+  return type(env_class.__name__, (env_class,), attributes)
 
 
 def turn_attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,14 +104,11 @@ def seed_tasks(dataset: str, split: str) -> list[types.Task]:
 
   Splits may still share an instance if a game has few.
   """
-  start, number = 0, NUM_TRAIN_SEEDS
+  seeds = range(NUM_TRAIN_SEEDS)
   if split != 'train':
     start = NUM_TRAIN_SEEDS + zlib.crc32(split.encode()) % 2**30
-    number = NUM_SEEDS
-  return [
-      types.Task(f'{split}-{seed}', dataset=dataset, split=split, seed=seed)
-      for seed in range(start, start + number)
-  ]
+    seeds = range(start, start + NUM_SEEDS)
+  return [types.Task(f'{split}-{seed}', dataset=dataset, split=split, seed=seed) for seed in seeds]
 
 
 def numbers(info: Mapping[str, Any]) -> dict[str, float]:

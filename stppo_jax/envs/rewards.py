@@ -8,6 +8,7 @@ and the agent's text with the observations in between. An episode without an ans
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import math
 import re
 import string
@@ -42,7 +43,8 @@ def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
   """
   if prediction is None:
     return 0.0
-  return float(any(_comparable(prediction) == _comparable(gold) for gold in _as_list(golds)))
+  comparable_golds = map(_comparable, _as_list(golds))
+  return float(_comparable(prediction) in comparable_golds)
 
 
 def sub_exact_match(prediction: str | None, golds: Sequence[str]) -> float:
@@ -50,17 +52,18 @@ def sub_exact_match(prediction: str | None, golds: Sequence[str]) -> float:
   if prediction is None:
     return 0.0
   within = normalize_answer(prediction)
-  contained = any(
-      normalize_answer(gold) and normalize_answer(gold) in within for gold in _as_list(golds)
-  )
-  return float(contained or exact_match(prediction, golds))
+  texts = filter(None, map(normalize_answer, _as_list(golds)))
+  if any(text in within for text in texts):
+    return 1.0
+  return exact_match(prediction, golds)
 
 
 def f1(prediction: str | None, golds: Sequence[str]) -> float:
   """Returns the best 2 P R / (P + R) over the golds, P and R counted over normalised words."""
   if prediction is None:
     return 0.0
-  return max((_word_f1(prediction, gold) for gold in _as_list(golds)), default=0.0)
+  scores_of_golds = [_word_f1(prediction, gold) for gold in _as_list(golds)]
+  return max(scores_of_golds, default=0.0)
 
 
 def extract_answer(text: str) -> str | None:
@@ -82,16 +85,13 @@ def well_formed(text: str) -> bool:
   return _WELL_FORMED.fullmatch(text) is not None
 
 
-def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
+def format_reward(correct: bool, formed: bool) -> float:
   """Returns correctness mixed with form, with the numbers of Search-R1 v0.3.
 
             well-formed   ill-formed
   correct       1.0           0.8
   wrong         0.2           0.1
-  no answer     0.0           0.0
   """
-  if not answered:
-    return 0.0
   if correct:
     return 1.0 if formed else 0.8
   return 0.2 if formed else 0.1
@@ -126,7 +126,7 @@ def _of_answer(score: Callable[..., float]) -> Reward:
 
 
 def _format(task, answer, transcript):
-  is_right = exact_match(*resolve_choice(answer, task)) == 1.0
+  is_right = REWARDS['em'](task, answer, transcript) == 1.0
   return format_reward(is_right, well_formed(transcript))
 
 
@@ -147,17 +147,15 @@ def scores(task: types.Task, answer: str) -> dict[str, float]:
 def score_answer(reward: Reward, task: types.Task, answer: str, transcript: str) -> float:
   """Returns the reward of an answer. UserError: the function returned no finite number."""
   value = reward(task, answer, transcript)
-  try:
+  with contextlib.suppress(TypeError, ValueError):
     number = float(value)
-  except (TypeError, ValueError):
-    number = math.nan
-  if not math.isfinite(number):
-    name = getattr(reward, '__qualname__', type(reward).__qualname__)
-    raise types.UserError(
-        f'the reward {name!r} gave {value!r} for the answer {answer!r} to the task {task.id!r}: a '
-        'finite number is needed'
-    )
-  return number
+    if math.isfinite(number):
+      return number
+  name = getattr(reward, '__qualname__', type(reward).__qualname__)
+  raise types.UserError(
+      f'the reward {name!r} gave {value!r} for the answer {answer!r} to the task {task.id!r}: a '
+      'finite number is needed'
+  )
 
 
 def _as_list(golds):

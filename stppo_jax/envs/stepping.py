@@ -79,14 +79,26 @@ def step_all(
   `retriever`, `top_k`, and a `step` that accepts `passages`. `map_all` steps the others: the
   built-in map, or the one of a pool of threads.
   """
-  if len(envs) != len(actions):
-    raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
-  queries = [_query(env, action) for env, action in zip(envs, actions)]
+  passages = _search(envs, actions)
+  others = [row for row in range(len(envs)) if row not in passages]
+  outcomes = map_all(lambda row: step(envs[row], actions[row]), others)
+  steps = dict(zip(others, outcomes))
+  for row, result in passages.items():
+    steps[row] = step(envs[row], actions[row], passages=result)
+  return [steps[row] for row in range(len(envs))]
+
+
+def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]:
+  """Returns {row: passages} of the environments that take part in a shared search."""
+  queries: dict[int, str] = {}
   rows_per_search = collections.defaultdict(list)
-  for row, (env, query) in enumerate(zip(envs, queries)):
+  for row, (env, action) in enumerate(zip(envs, actions, strict=True)):
+    query = _query(env, action)
     if query is not None:
+      queries[row] = query
       rows_per_search[id(env.retriever), env.top_k].append(row)
-  passages: dict[int, Any] = {}
+
+  passages: dict[int, _Passages] = {}
   for (_, top_k), rows in rows_per_search.items():
     retriever = envs[rows[0]].retriever
     results = retriever.search([queries[row] for row in rows], top_k)
@@ -97,12 +109,7 @@ def step_all(
           'stppo_jax.types.Passage is needed for each query, or None if its search failed'
       )
     passages |= zip(rows, results)
-  others = [row for row in range(len(envs)) if row not in passages]
-  outcomes = map_all(lambda row: step(envs[row], actions[row]), others)
-  steps = dict(zip(others, outcomes))
-  for row, result in passages.items():
-    steps[row] = step(envs[row], actions[row], passages=result)
-  return [steps[row] for row in range(len(envs))]
+  return passages
 
 
 def _query(env, action):

@@ -2,7 +2,7 @@
 
   hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen, Hermes
   llama3   {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or as the whole turn,
-           several with ';' between; <|python_tag|>search.call(query="cats") of the built-in tools
+           several with ';' between
   tags     <search>cats</search>: the tool's name as a tag, around the text of its only parameter or
            a JSON object                                                           Search-R1
 
@@ -11,7 +11,6 @@ content. Tools are described by JSON schemas as chat templates take them: {"type
 "function": {"name", "description", "parameters": {"properties", "required", ..}}}.
 """
 
-import ast
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -19,19 +18,16 @@ import dataclasses
 import json
 import re
 from typing import Any
-from typing import cast
 
 from stppo_jax import types
 
 Schema = Mapping[str, Any]
 
 _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside its strings
-_MAX_BUILT_IN_CHARS = 10_000  # Python's parser is not made for hostile texts
 _SHOWN_CHARS = 80  # length of a malformed call in its error
 _DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
-_BUILT_IN = re.compile(r'\s*([A-Za-z_]\w*)\.call\(')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Form:
   stop_strings: tuple[str, ...] = ()  # end a turn if the agent has no other end
   keys: tuple[str, ...]  # names of the arguments in a call, the one to write first
   template: str  # '%s' stands for the JSON object
-  advice: str
+  advice: str  # tells the agent how to write a call
 
   def __init__(self, tools: Sequence[Schema] = ()):
     self._tools = tuple(tools)
@@ -115,8 +111,6 @@ class Llama3(Form):
     elif not tag:
       return (thought + text).strip(), ()
     content = (thought + before).strip()
-    if built_in := _BUILT_IN.match(body):
-      return content, (_make_built_in_call(built_in[1], body),)
     body = body.strip()
     if not body:
       return content, (Call('', {}, 'nothing follows the tag: '),)
@@ -137,6 +131,8 @@ class Llama3(Form):
 class Tags(Form):
   """Each tool's name is a tag around its argument."""
 
+  advice = 'To call one, write its name as a tag: <NAME>..</NAME>.'
+
   def __init__(self, tools: Sequence[Schema] = ()):
     super().__init__(tools)
     self._functions = {tool['function']['name']: tool['function'] for tool in tools}
@@ -149,18 +145,21 @@ class Tags(Form):
   def write(self, call: Call) -> str:
     """Returns the tags of a call. Arguments that are a text, as a client may send, stay a text."""
     parameter = self._only_parameter(call.name)
-    value = cast(Any, call.arguments)
-    if parameter and isinstance(value, dict):
-      value = value.get(parameter)
-    body = value if isinstance(value, str) else json.dumps(call.arguments, ensure_ascii=False)
+    body: Any = call.arguments
+    if parameter and isinstance(body, dict):
+      body = body.get(parameter)
+    if not isinstance(body, str):
+      body = json.dumps(call.arguments, ensure_ascii=False)
     return f'<{call.name}>{body}</{call.name}>'
 
   def declare(self) -> str:
     """Returns one line per tool."""
     lines = [_DECLARATION]
     for name, function in self._functions.items():
-      fields = ', '.join(f'"{parameter}": ..' for parameter in properties(function))
-      body = self._only_parameter(name) or f'{{{fields}}}'
+      body = self._only_parameter(name)
+      if not body:
+        fields = [f'"{parameter}": ..' for parameter in properties(function)]
+        body = f'{{{", ".join(fields)}}}'
       description = ' '.join(function.get('description', '').split())
       lines.append(f'<{name}>{body}</{name}>: {description}')
     return '\n'.join(lines) + '\n'
@@ -171,7 +170,8 @@ class Tags(Form):
     if len(parameters) != 1:
       return ''
     ((parameter, schema),) = parameters.items()
-    return parameter if schema.get('type') in ('string', None) else ''
+    takes_text = schema.get('type') in ('string', None)
+    return parameter if takes_text else ''
 
   def _read(self, name: str, body: str) -> Call:
     """Returns the call between the tags of a tool."""
@@ -206,8 +206,8 @@ def _parse_blocks(
   are inside its strings. With `may_be_open` it also ends at another block's tag or the text's end.
   """
   thought, text = _split_thought(text)
-  pattern = '|'.join(re.escape(name) for name in names)
-  tags = list(re.finditer(rf'<(/?)({pattern})>', text)) if names else []
+  pattern = '|'.join(map(re.escape, names)) or '(?!)'
+  tags = list(re.finditer(f'<(/?)({pattern})>', text))
   content = [thought]
   calls = []
   end = 0
@@ -216,20 +216,22 @@ def _parse_blocks(
     if is_closing or opening.start() < end:  # it closes nothing, or is inside the last block
       continue
     content.append(text[end : opening.start()])
-    call: Call | None = None
+    attempts = []
     for tag in [*tags[i + 1 : i + 1 + _MAX_ENDS], None][:_MAX_ENDS]:
       stop = tag.start() if tag else len(text)
-      closes = tag is not None and tag[0] == f'</{name}>'
       body = text[opening.end() : stop]
-      attempt = Call(name, {}, f'</{name}> is missing: {_show(body)}')
+      closes = tag is not None and tag[0] == f'</{name}>'
+      call = Call(name, {}, f'</{name}> is missing: {_show(body)}')
       if closes or may_be_open:
-        attempt = read(name, body)
-      if call is None or not attempt.error:
-        call = attempt
-        end = tag.end() if tag and closes else stop
+        call = read(name, body)
+      if tag and closes:
+        stop = tag.end()
+      attempts.append((call, stop))
       if not call.error:
         break
-    assert call is not None
+    call, end = attempts[-1]
+    if call.error:
+      call, end = attempts[0]
     calls.append(call)
   content.append(text[end:])
   return ''.join(content).strip(), tuple(calls)
@@ -265,7 +267,8 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
   name = value.get('name') if isinstance(value, dict) else None
   if not isinstance(name, str) or not name:
     return Call('', {}, f'a JSON object with a "name" is needed: {_show(text)}')
-  arguments = next((value[key] for key in keys if key in value), None) or {}
+  present = [value[key] for key in keys if key in value]
+  arguments = next(iter(present), None) or {}
   try:
     if isinstance(arguments, str):
       arguments = _load(arguments)
@@ -273,19 +276,6 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
     return Call(name, {}, f'"{keys[0]}" is {error}: {_show(text)}')
   if not isinstance(arguments, dict):
     return Call(name, {}, f'"{keys[0]}" must be a JSON object: {_show(text)}')
-  return Call(name, arguments)
-
-
-def _make_built_in_call(name: str, body: str) -> Call:
-  """Reads `name.call(key="value", ..)`, the call of Llama 3's built-in tools."""
-  try:
-    assert len(body) <= _MAX_BUILT_IN_CHARS
-    node = ast.parse(body.strip(), mode='eval').body
-    assert isinstance(node, ast.Call) and not node.args
-    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    json.dumps(arguments, allow_nan=False)
-  except Exception:  # Python's parser raises many kinds of errors on a model's text
-    return Call(name, {}, f'{name}.call(key="value") is needed: {_show(body)}')
   return Call(name, arguments)
 
 

@@ -241,7 +241,7 @@ class ToolEnv:
     import referencing
 
     if call.error:
-      return f'the call is malformed, {call.error}. Write it like {self._example()}'
+      return f'the call is malformed, {call.error}. {self._form.advice}'
     if call.name not in self._tools:
       return f'there is no tool {call.name[:40]!r}; there are {", ".join(self._tools)}'
     # References to other addresses are not fetched.
@@ -257,11 +257,6 @@ class ToolEnv:
     if error is None:
       return None
     return f'the arguments of {call.name} do not fit, {error.message[:_MAX_REASON]}'
-
-  def _example(self):
-    tool = next(iter(self._tools.values()))
-    arguments = dict.fromkeys(tool_calls.properties(tool.schema['function']), '..')
-    return self._form.write(tool_calls.Call(tool.name, arguments))
 
   def _observation(self, text):
     """Returns the text, inline between tags that nothing in it can close."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax import config as config_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.types import read_json
 from stppo_jax.types import UserError
@@ -177,14 +176,17 @@ def read_config(workdir: str) -> dict[str, Any]:
   path = os.path.join(workdir, 'config.json')
   if not os.path.exists(path):
     return {}
-  config = read_json(path, 'restore it, or give another --workdir')
-  return config_lib.with_current_names(config)
+  return read_json(path, 'restore it, or give another --workdir')
+
+
+def read_settings(workdir: str) -> dict[str, Any]:
+  """Returns the settings in config.json, as nested dicts, without what a run adds to them."""
+  return {name: value for name, value in read_config(workdir).items() if name not in RECORDED}
 
 
 def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
   """Returns {setting: 'setting (there, here)'} of settings that differ from config.json's."""
-  saved = read_config(workdir)
-  there = flatten({name: value for name, value in saved.items() if name not in RECORDED})
+  there = flatten(read_settings(workdir))
   here = flatten(_as_json(config))
   return {
       name: f'{name} ({there.get(name)!r} there, {here.get(name)!r} here)'

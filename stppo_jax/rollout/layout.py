@@ -38,8 +38,8 @@ def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ())
   largest that divides the key heads and the feed-forward.
   """
   setting = f'config.rollout.mesh={tuple(sizes)}'
-  data, tensor = sizes or (-1, _smallest_tensor(mesh.size, model))
   try:
+    data, tensor = sizes or (-1, _smallest_tensor(mesh.size, model))
     devices = mesh.devices.reshape(data, 1, tensor)
   except ValueError:
     raise UserError(

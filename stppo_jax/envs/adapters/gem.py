@@ -5,6 +5,7 @@ Choice: no wrapper that repeats the history, because the agent's context contain
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from stppo_jax import types
@@ -18,25 +19,17 @@ def make(env_id: str) -> Callable[..., Any]:
   return packages.adapt(GemEnv, construct, f'gem:{env_id}', env_id.replace('/', '_'))
 
 
-class GemEnv:
+class GemEnv(packages.PackageEnv):
   """One of GEM's environments. Metrics: `success`, `moves` and the numbers in GEM's info."""
 
   core_metrics = ('success',)  # 1 if the rewards of an episode add up to 1, as in a won game
   attributes = staticmethod(packages.turn_attributes)
 
   def __init__(
-      self,
-      construct: Callable[..., Any],
-      kind: str,
-      task: types.Task,
-      frame: str = 'user',
-      stop_strings: tuple[str, ...] = (),
-      **options: Any,
+      self, task: types.Task, frame: str = '', stop_strings: Sequence[str] = (), **options: Any
   ):
-    del kind, task  # `reset` gets the task's seed
-    self.frame = frame
-    self.stop_strings = tuple(stop_strings)
-    self._env = construct(**options)
+    del task, frame, stop_strings  # `reset` gets the seed, and `attributes` reads the other two
+    self._env = self.construct(**options)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts the game of a seed."""

@@ -42,14 +42,12 @@ def make(url: str) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(eq=False)
-class OpenEnvEnv:
+class OpenEnvEnv(packages.PackageEnv):
   """One session. Metrics: the numbers of an observation."""
 
   attributes = staticmethod(packages.turn_attributes)
   uses_global_random = False
 
-  connect: Callable[..., Any]
-  kind: str
   task: types.Task  # `reset` gets its seed
   action_field: str = ''  # takes the agent's text; '': the text is the whole action as JSON
   observation_field: str = ''  # the agent reads it; '': the only string, else all as JSON
@@ -58,9 +56,6 @@ class OpenEnvEnv:
   frame: str = 'user'
   stop_strings: Sequence[str] = ()
   _session: Any = dataclasses.field(default=None, init=False)
-  _connection: contextlib.ExitStack = dataclasses.field(
-      default_factory=contextlib.ExitStack, init=False
-  )
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts a session and its episode. UserError: the server is missing, or has no room."""
@@ -69,8 +64,7 @@ class OpenEnvEnv:
         f'config.env.kind={self.kind!r} starts no episode',
         'start the server, with max_concurrent_envs of at least the episodes of a batch',
     ):
-      connected = self.connect(open_timeout=self.timeout_s)
-      self._session = self._connection.enter_context(connected)
+      self._session = self.construct(open_timeout=self.timeout_s)
       data = self._request('reset', {} if seed is None else {'seed': seed})
     return self.instructions + self._text(data.get('observation')), {}
 
@@ -139,7 +133,7 @@ class OpenEnvEnv:
   def _close(self):
     """Ends the session, if there is one."""
     if self._session is not None:
-      with contextlib.suppress(Exception), self._connection:  # the session is over in any case
+      with contextlib.suppress(Exception), self._session:  # the session is over in any case
         self._session.send(json.dumps({'type': 'close'}))
     self._session = None
 

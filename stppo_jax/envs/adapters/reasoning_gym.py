@@ -30,7 +30,7 @@ def make(name: str) -> Callable[..., Any]:
   return packages.adapt(ReasoningGymEnv, create, kind, name)
 
 
-class ReasoningGymEnv:
+class ReasoningGymEnv(packages.PackageEnv):
   """One question of a data set. Metrics: the package's `score`; `solved`, 1 for a full score."""
 
   frame = 'inline'
@@ -44,8 +44,6 @@ class ReasoningGymEnv:
 
   def __init__(
       self,
-      create: Callable[..., Any],
-      kind: str,
       task: types.Task,
       tagged: bool = True,  # the answer is between <answer> tags; False: it is the whole text
       instructions: str | None = None,  # after the question; None: asks for tags if `tagged`
@@ -59,8 +57,6 @@ class ReasoningGymEnv:
     if instructions is None:
       instructions = INSTRUCTIONS if tagged else ''
     self.stop_strings = tuple(stop_strings)
-    self._create = create
-    self._kind = kind
     self._options = options
     self._tagged = tagged
     self._partial = partial
@@ -69,10 +65,10 @@ class ReasoningGymEnv:
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Generates the question of a seed."""
     with packages.explain_errors(
-        f'config.env.kind={self._kind!r} with options {self._options!r} gives no question',
+        f'config.env.kind={self.kind!r} with options {self._options!r} gives no question',
         'change the options',
     ):
-      self._dataset = self._create(**self._options, seed=seed, size=1)
+      self._dataset = self.construct(**self._options, seed=seed, size=1)
       self._entry = self._dataset[0]
     return f'{self._entry["question"]}{self._instructions}', {}
 

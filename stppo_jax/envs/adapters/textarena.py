@@ -12,6 +12,7 @@ history.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import random
 from typing import Any
 
@@ -33,7 +34,7 @@ def make(env_id: str) -> Callable[..., Any]:
   return packages.adapt(TextArenaEnv, construct, f'textarena:{env_id}', env_id)
 
 
-class TextArenaEnv:
+class TextArenaEnv(packages.PackageEnv):
   """One game, played from one side or from both."""
 
   core_metrics = ('won',)  # 1 if the player's reward is 1, or above all others'
@@ -46,14 +47,12 @@ class TextArenaEnv:
 
   def __init__(
       self,
-      construct: Callable[..., Any],
-      kind: str,
       task: types.Task,
       opponent: str = '',  # '': a game of one player; 'self': the policy
       eval_opponent: str = '',  # in games of other splits than 'train'; '': the same opponent
       side: str = 'first',  # the agent's side in a game of two; 'random': drawn from the seed
-      frame: str = 'user',
-      stop_strings: tuple[str, ...] = (),
+      frame: str = '',  # see `attributes`, as `stop_strings`
+      stop_strings: Sequence[str] = (),
       **options: Any,
   ):
     if eval_opponent == SELF != opponent:
@@ -64,15 +63,13 @@ class TextArenaEnv:
       raise types.UserError(f'config.env.options.side={side!r}: allowed are {", ".join(SIDES)}')
     if eval_opponent and task.split != 'train':
       opponent = eval_opponent
-    self.frame = frame
-    self.stop_strings = tuple(stop_strings)
-    self._kind = kind
+    del frame, stop_strings
     self._side = side
     self._plays_itself = opponent == SELF
     self._opponent: Callable[[str, random.Random], str] | None = None
     if opponent and not self._plays_itself:
       self._opponent = plugins.load('env.options.opponent', opponent, {})
-    self._env = construct(**options)
+    self._env = self.construct(**options)
     # The game without its wrappers. Only wrappers of actions have an effect here.
     self._game = self._env
     while hasattr(self._game, 'env'):
@@ -86,7 +83,7 @@ class TextArenaEnv:
     self._turns = 0
     num_players = 2 if self._opponent or self._plays_itself else 1
     with packages.explain_errors(
-        f'config.env.kind={self._kind!r} cannot be played by {num_players}',
+        f'config.env.kind={self.kind!r} cannot be played by {num_players}',
         'a game of two needs --config.env.options.opponent=module:function or self, a game of one '
         'none; games of more are not supported',
     ):
