@@ -84,10 +84,12 @@ class SearchEnv:
     self._invalid = _INVALID[self.prompt]
     if self.invalid_message is not None:
       self._invalid = self.invalid_message
+    self._is_over = True
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts the episode and returns (the text of the user message, info). Nothing is random."""
     del seed
+    self._is_over = False
     self._turns = 0
     self._searches = 0
     self._transcript = ''
@@ -104,6 +106,8 @@ class SearchEnv:
     `passages` are the results for `query(action)` if the caller has fetched them. None says that
     the retriever failed. The agent then sees an empty block.
     """
+    if self._is_over:
+      raise RuntimeError('step() needs reset() first: no episode is running')
     kind, content = parse_action(action)
     query = self.query(action)
     self._turns += 1
@@ -119,10 +123,12 @@ class SearchEnv:
         'metrics': metrics,
     }
     if kind == 'answer':
+      self._is_over = True
       metrics |= rewards.scores(self.task, content)
       reward = rewards.score_answer(self.reward, self.task, content, self._transcript)
       return '', reward, True, False, info
     if self._turns > self.max_searches:
+      self._is_over = True
       return '', 0.0, True, True, info
     if query is None:
       observation = self._invalid
