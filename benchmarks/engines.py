@@ -102,8 +102,7 @@ def _measure_throughput(folder, weights, addresses, number):
       copy = agent.sampler.copy(params)
       for repeat in range(_REPEATS.value + 1):  # the first compiles
         started = time.perf_counter()
-        run = agent.run or engine.run
-        report = run(agent.sampler, copy, prompts, keys, over)
+        report = agent.run(agent.sampler, copy, prompts, keys, over)
         seconds = time.perf_counter() - started
         if repeat:
           rates[name].append(report.sampled_tokens / seconds)
@@ -129,10 +128,10 @@ def _measure_push(folder, weights, kind, address):
     fleet = agent.sampler.fleet
     for _ in range(2 * _REPEATS.value):
       started = time.perf_counter()
-      copy = fleet.copy(jax.tree.map(lambda x: x + 0, params))
+      copy = agent.sampler.copy(jax.tree.map(lambda x: x + 0, params))
       write_s.append(time.perf_counter() - started)
       fleet.take_push_s()
-      fleet.prepare(copy)
+      fleet.engines[0].ensure(copy)
       push_s.append(fleet.take_push_s())
   figures = {'write_s': statistics.median(write_s), 'push_s': statistics.median(push_s)}
   _print({'measure': 'push', 'engine': kind, **figures})

@@ -483,7 +483,7 @@ class PlayTest(parameterized.TestCase):
 
     def play_failed(*args):
       episodes = play(*args)
-      for (row,) in episodes:
+      for row in episodes:
         row.error = 'it broke'
       return episodes
 

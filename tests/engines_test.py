@@ -107,10 +107,10 @@ class FakeApi:
     del send
     self._check()
 
-  def holds(self, send, label):
+  def labels(self, send):
     del send
     self._check()
-    return self.keeps_labels and self.name == label
+    return [self.name if self.keeps_labels else '']
 
 
 def write_numbers(params, folder):
@@ -139,22 +139,25 @@ class FleetTest(parameterized.TestCase):
     self.enterContext(mock.patch.object(remote, '_START_S', 0.3))
     self.enterContext(mock.patch.object(remote, '_PROBE_S', 0.1))
 
-  def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, give_up=lambda: False):
-    settings = schema.RolloutSettings(max_total=32, engine='http://e0')
+  def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, give_up=lambda: False, folder=None):
+    addresses = [f'http://e{i}' for i in range(len(apis))]
+    settings = schema.RolloutSettings(max_total=32, engine=','.join(addresses))
     settings.engine_push = push_at
     settings.engine_outage_s = outage_s
-    engines = [remote.RemoteEngine(f'http://e{i}', api, '', 60.0) for i, api in enumerate(apis)]
-    fleet = remote.Fleet(engines, settings, STOP_TABLE, ('\x05\x06',), rows, 2, write_numbers)
-    self.enterContext(fleet.opened(self.folder, 3, give_up))
+    folders = remote.WeightFolders(folder or self.folder, 3, 2, write_numbers)
+    fleet = remote.Fleet(settings, apis[0], folders, STOP_TABLE, ('\x05\x06',), rows, give_up)
+    for engine, api in zip(fleet.engines, apis):
+      engine._api = api
+    self.enterContext(fleet)
+    self.copy = folders.copy
     return fleet
 
   def test_turn_records_version_of_its_weights(self):
     api = FakeApi()
     fleet = self.fleet(api)
-    first = fleet.copy(parameters(0))
-    fleet.prepare(first)
+    first = self.copy(parameters(0))
     self.assertEqual(fleet.sample(REQUEST, first, 0).version, 3)
-    second = fleet.copy(parameters(1))
+    second = self.copy(parameters(1))
     self.assertEqual(fleet.sample(REQUEST, first, 0).version, 4)  # the newest
     self.assertEqual(second.version, 4)
     self.assertEqual([weights for _, weights in api.sampled], ['000003', '000004'])
@@ -162,22 +165,22 @@ class FleetTest(parameterized.TestCase):
   def test_batch_keeps_its_version(self):
     api = FakeApi()
     fleet = self.fleet(api, push_at='batch')
-    first = fleet.copy(parameters(0))
-    second = fleet.copy(parameters(1))
+    first = self.copy(parameters(0))
+    second = self.copy(parameters(1))
     for weights in (first, first, second, first):
       self.assertEqual(fleet.sample(REQUEST, weights, 0).version, weights.version)
     self.assertEqual(api.loads, ['000003', '000004', '000003'])
 
   def test_equal_parameters_are_written_once(self):
-    fleet = self.fleet(FakeApi())
+    self.fleet(FakeApi())
     params = parameters(0)
-    self.assertEqual(fleet.copy(params), fleet.copy(dict(params)))
-    self.assertNotEqual(fleet.copy(params), fleet.copy(parameters(0)))
+    self.assertEqual(self.copy(params), self.copy(dict(params)))
+    self.assertNotEqual(self.copy(params), self.copy(parameters(0)))
 
   def test_old_folders_are_deleted(self):
-    fleet = self.fleet(FakeApi(), push_at='batch')
+    self.fleet(FakeApi())
     for number in range(5):
-      fleet.copy(parameters(number))
+      self.copy(parameters(number))
       self.assertLessEqual(len(os.listdir(self.folder)), 2)
     self.assertEqual(sorted(os.listdir(self.folder)), ['000006', '000007'])
 
@@ -185,8 +188,8 @@ class FleetTest(parameterized.TestCase):
     os.makedirs(os.path.join(self.folder, '000001'))
     fleet = self.fleet(FakeApi())
     self.assertFalse(os.path.exists(self.folder))
-    with fleet.opened(self.folder, 0, lambda: False):
-      fleet.copy(parameters(0))
+    self.copy(parameters(0))
+    fleet.__exit__()
     self.assertFalse(os.path.exists(self.folder))
 
   def test_files_of_others_stay(self):
@@ -195,13 +198,12 @@ class FleetTest(parameterized.TestCase):
     names = ['thesis/a.txt', '000001/b.txt', 'run-0123456789abcdef/000001/c.txt']
     for name in names:
       write_file(os.path.join(root, name))
-    fleet = self.fleet(FakeApi())
     folder = remote.folder_of_run(root, os.path.join(root, 'work'))
     self.assertEqual(folder, remote.folder_of_run(root, os.path.join(root, 'work')))
     self.assertNotEqual(folder, remote.folder_of_run(root, os.path.join(root, 'work2')))
-    with fleet.opened(folder, 0, lambda: False):
-      fleet.copy(parameters(0))
-      self.assertEqual(os.listdir(folder), ['000000'])
+    with self.fleet(FakeApi(), folder=folder):
+      self.copy(parameters(0))
+      self.assertEqual(os.listdir(folder), ['000003'])
       write_file(os.path.join(folder, 'notes', 'd.txt'))
     self.assertEqual(os.listdir(folder), ['notes'])
     for name in names:
@@ -211,8 +213,7 @@ class FleetTest(parameterized.TestCase):
   def test_restarted_engine_gets_weights_before_it_samples(self, keeps_labels):
     api = FakeApi(keeps_labels=keeps_labels)
     fleet = self.fleet(api)
-    weights = fleet.copy(parameters(0))
-    fleet.prepare(weights)
+    weights = self.copy(parameters(0))
     fleet.sample(REQUEST, weights, 0)
     api.is_down = True
 
@@ -225,94 +226,70 @@ class FleetTest(parameterized.TestCase):
     fleet.sample(REQUEST, weights, 0)
     self.assertEqual([weights for _, weights in api.sampled], ['000003', '000003'])
 
-  def test_restart_between_batches_is_noticed(self):
-    api = FakeApi()
-    fleet = self.fleet(api)
-    weights = fleet.copy(parameters(0))
-    fleet.prepare(weights)
-    self.assertEqual(api.loads, ['000003'])
-    fleet.prepare(weights)  # the label says that nothing changed
-    self.assertEqual(api.loads, ['000003'])
-    api.restart()
-    fleet.prepare(weights)
-    self.assertEqual(api.weights, '000003')
-
   def test_restart_between_two_turns_is_noticed(self):
     api = FakeApi()
     fleet = self.fleet(api)
-    weights = fleet.copy(parameters(0))
-    fleet.prepare(weights)
+    weights = self.copy(parameters(0))
     fleet.sample(REQUEST, weights, 0)
+    self.enterContext(mock.patch.object(remote, '_IDLE_S', 0.0))
+    fleet.sample(REQUEST, weights, 0)  # the label says that nothing changed
+    self.assertEqual(api.loads, ['000003'])
     api.restart()
-    with mock.patch.object(remote, '_IDLE_S', 0.0):
-      turn = fleet.sample(REQUEST, weights, 0)
+    turn = fleet.sample(REQUEST, weights, 0)
     self.assertEqual(turn.version, 3)
-    self.assertEqual([weights for _, weights in api.sampled], ['000003', '000003'])
+    self.assertEqual([weights for _, weights in api.sampled], ['000003'] * 3)
 
-  def test_batch_is_not_sampled_by_newer_weights(self):
-    fleet = self.fleet(FakeApi(), push_at='batch')
-    first = fleet.copy(parameters(0))
-    fleet.prepare(fleet.copy(parameters(1)))
-    with self.assertRaisesRegex(http_client.Temporary, 'other weights'):
-      fleet.engines[0].sample(REQUEST, first, exact=True)
+  @parameterized.parameters(True, False)
+  def test_weights_of_another_run_are_an_error(self, is_first):
+    """Its labels have the form of ours. A new run may replace those of an earlier one."""
+    api = FakeApi()
+    fleet = self.fleet(api)
+    weights = self.copy(parameters(0))
+    if not is_first:
+      fleet.sample(REQUEST, weights, 0)
+    api.name = '0123abcd-7'
+    self.enterContext(mock.patch.object(remote, '_IDLE_S', 0.0))
+    if is_first:
+      self.assertEqual(fleet.sample(REQUEST, weights, 0).version, 3)
+    else:
+      with self.assertRaisesRegex(types.RunError, 'another run has replaced the weights'):
+        fleet.sample(REQUEST, weights, 0)
 
   def test_failure_after_question_is_not_lost(self):
     """A turn fails while the engine is asked for its label."""
     api = FakeApi()
     fleet = self.fleet(api)
-    weights = fleet.copy(parameters(0))
-    fleet.prepare(weights)
+    weights = self.copy(parameters(0))
     (engine,) = fleet.engines
-    engine.forget()
-    holds = api.holds
+    engine.ensure(weights)
+    engine._version = remote._UNKNOWN
+    labels = api.labels
 
-    def holds_and_restarts(send, label):
-      answer = holds(send, label)
+    def tell_and_restart(send):
+      answer = labels(send)
+      api.labels = labels
       api.restart()
-      engine.forget()
+      with self.assertRaises(http_client.Temporary), engine._failures():
+        raise http_client.Temporary('ConnectionError')
       return answer
 
-    api.holds = holds_and_restarts
-    engine.ensure(weights, exact=False)
-    api.holds = holds
+    api.labels = tell_and_restart
     fleet.sample(REQUEST, weights, 0)
     self.assertEqual([weights for _, weights in api.sampled], ['000003'])
-
-  def test_one_thread_pushes_and_ends_with_the_run(self):
-    blocks = threading.Event()
-    api = FakeApi()
-
-    def slow_load(unused_send, unused_folder, label):
-      blocks.wait(10)
-      api.name = label
-
-    api.load = slow_load
-    fleet = self.fleet(FakeApi())
-    fleet.engines[0]._api = api
-    before = set(threading.enumerate())
-    with fleet.opened(self.folder, 0, lambda: False):
-      for number in range(4):
-        fleet.copy(parameters(number))
-        time.sleep(0.03)
-      pushes = set(threading.enumerate()) - before
-      self.assertLen(pushes, 1)
-      blocks.set()
-    self.assertFalse(pushes & set(threading.enumerate()))
+    self.assertEqual(api.loads, ['000003', '000003'])
 
   def test_new_run_does_not_trust_labels_of_an_earlier_one(self):
     api = FakeApi()
-    fleet = self.fleet(api, push_at='batch')
-    fleet.prepare(fleet.copy(parameters(0)))
-    loads = len(api.loads)
-    with fleet.opened(self.folder, 3, lambda: False):
-      fleet.prepare(fleet.copy(parameters(1)))
-      self.assertGreater(len(api.loads), loads)
+    for _ in range(2):
+      with self.fleet(api, push_at='batch') as fleet:
+        fleet.sample(REQUEST, self.copy(parameters(0)), 0)
+    self.assertEqual(api.loads, ['000003', '000003'])
 
   def test_other_engine_takes_over(self):
     dead = FakeApi()
     alive = FakeApi()
     fleet = self.fleet(dead, alive)
-    weights = fleet.copy(parameters(0))
+    weights = self.copy(parameters(0))
     dead.is_down = True
     for index in range(4):
       self.assertEqual(fleet.sample(REQUEST, weights, index).version, 3)
@@ -328,13 +305,13 @@ class FleetTest(parameterized.TestCase):
 
     api = FakeApi(answer, keeps_labels=False)
     fleet = self.fleet(api, push_at='batch')
-    fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+    fleet.sample(REQUEST, self.copy(parameters(0)), 0)
     self.assertLen(api.loads, 1)
 
   def test_outage_ends_run(self):
     api = FakeApi()
     fleet = self.fleet(api, outage_s=0.2)
-    weights = fleet.copy(parameters(0))
+    weights = self.copy(parameters(0))
     api.is_down = True
     with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
       fleet.sample(REQUEST, weights, 0)
@@ -342,7 +319,7 @@ class FleetTest(parameterized.TestCase):
   def test_each_engine_is_tried_before_an_outage(self):
     dead = FakeApi()
     fleet = self.fleet(dead, FakeApi(), outage_s=0.0)
-    weights = fleet.copy(parameters(0))
+    weights = self.copy(parameters(0))
     dead.is_down = True
     self.assertEqual(fleet.sample(REQUEST, weights, 0).version, 3)
 
@@ -358,7 +335,7 @@ class FleetTest(parameterized.TestCase):
 
     fleet = self.fleet(FakeApi(answer), outage_s=2.0)
     fleet.settings.engine_timeout_s = 0.1
-    weights = fleet.copy(parameters(0))
+    weights = self.copy(parameters(0))
     errors = []
 
     def sample_late():
@@ -377,7 +354,7 @@ class FleetTest(parameterized.TestCase):
     api = FakeApi()
     stops = threading.Event()
     fleet = self.fleet(api, give_up=stops.is_set)
-    weights = fleet.copy(parameters(0))
+    weights = self.copy(parameters(0))
     api.is_down = True
     threading.Timer(0.1, stops.set).start()
     with self.assertRaises(types.Stopped):
@@ -393,7 +370,7 @@ class FleetTest(parameterized.TestCase):
 
     api = FakeApi(answer)
     fleet = self.fleet(api)
-    first = fleet.copy(parameters(0))
+    first = self.copy(parameters(0))
     turns = []
     threads = [
         threading.Thread(target=lambda: turns.append(fleet.sample(REQUEST, first, 0)))
@@ -401,9 +378,8 @@ class FleetTest(parameterized.TestCase):
     ]
     threads[0].start()
     begun.wait(10)
-    fleet.copy(parameters(1))  # its push waits
-    time.sleep(0.1)
-    threads[1].start()
+    self.copy(parameters(1))
+    threads[1].start()  # its push waits
     time.sleep(0.1)
     self.assertLen(api.sampled, 1)
     goes_on.set()
@@ -417,7 +393,7 @@ class FleetTest(parameterized.TestCase):
 
     fleet = self.fleet(FakeApi(answer))
     with self.assertRaisesRegex(types.RunError, 'status 400: the prompt is too long'):
-      fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+      fleet.sample(REQUEST, self.copy(parameters(0)), 0)
 
   @parameterized.named_parameters(
       ('eos', [1, EOS], 2),
@@ -450,7 +426,7 @@ class FleetTest(parameterized.TestCase):
     last = servers.TurnAnswer([EOS], [-0.5], 'stop')
     api = FakeApi(lambda request: next(answers, last))
     fleet = self.fleet(api)
-    turn = fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+    turn = fleet.sample(REQUEST, self.copy(parameters(0)), 0)
     self.assertEqual(turn.tokens.tolist(), [EOS])
 
   @parameterized.parameters(0, 2)
@@ -476,7 +452,7 @@ class FleetTest(parameterized.TestCase):
     prompts = [env_pool.Prompt([i, 1], 8 if i != 2 else 0) for i in range(7)]
     turns = [[] for _ in prompts]
     keys = jax.random.split(jax.random.key(0), len(prompts))
-    report = remote.run(sampler, fleet.copy(parameters(0)), prompts, keys, respond, threads)
+    report = remote.run(sampler, self.copy(parameters(0)), prompts, keys, respond, threads)
     for i, played in enumerate(turns):
       if i == 2:
         self.assertEmpty(played)
@@ -497,7 +473,7 @@ class FleetTest(parameterized.TestCase):
     prompts = [env_pool.Prompt([1], 8)] * 3
     keys = jax.random.split(jax.random.key(0), 3)
     with self.assertRaisesRegex(types.RunError, 'no'):
-      remote.run(sampler, fleet.copy(parameters(0)), prompts, keys, respond)
+      remote.run(sampler, self.copy(parameters(0)), prompts, keys, respond)
 
   @parameterized.named_parameters(
       ('same', 0.0, 0.7, None),
@@ -514,7 +490,7 @@ class FleetTest(parameterized.TestCase):
     check = functools.partial(
         remote.check_agreement,
         remote.RemoteSampler(fleet, sampling.Distribution(0.7)),
-        fleet.copy(parameters(0)),
+        self.copy(parameters(0)),
         [[1, 2], [3]],
         lambda tokens, temperature: np.full(tokens.shape, -temperature),
     )
@@ -531,13 +507,13 @@ class FleetTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'start it'):
       score = lambda tokens, temperature: np.zeros(tokens.shape)
       sampler = remote.RemoteSampler(fleet, sampling.AS_IS)
-      remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score)
+      remote.check_agreement(sampler, self.copy(parameters(0)), [[1]], score)
 
   def check(self, fleet, at_start, reported=0.5, distribution=sampling.AS_IS):
     """Compares with a trainer whose log-probs are -temperature / 2."""
     sampler = remote.RemoteSampler(fleet, distribution)
     score = lambda tokens, temperature: np.full(tokens.shape, -temperature * reported)
-    return remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score, at_start)
+    return remote.check_agreement(sampler, self.copy(parameters(0)), [[1]], score, at_start)
 
   def test_probe_waits_for_engine_that_loads_its_model(self):
     api = FakeApi()
@@ -601,13 +577,19 @@ class HttpFaultsTest(parameterized.TestCase):
     self.addCleanup(self.blocks.set)
     self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
     address = f'http://127.0.0.1:{server.server_port}/v1'
-    self.engine = remote.RemoteEngine(address, servers.APIS['vllm'], 'key', 1.0)
     self.stops = threading.Event()
-    self.engine.begin(self.stops.is_set)
+    self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
+    api = servers.APIS['vllm']()
+    self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.check_stopped)
     self.weights = remote.RemoteWeights(3, '/weights/000003')
 
+  def check_stopped(self):
+    if self.stops.is_set():
+      raise types.Stopped
+    return False
+
   def sample(self):
-    return self.engine.sample(REQUEST, self.weights, exact=True)
+    return self.engine.sample(REQUEST, lambda: self.weights)
 
   @parameterized.named_parameters(
       ('no_answer', lambda handler: time.sleep(3), 'ReadTimeout|ConnectionError', 0.0),
@@ -620,22 +602,20 @@ class HttpFaultsTest(parameterized.TestCase):
   )
   def test_fault_is_temporary(self, fault, message, wait_s):
     self.blocks.set()
-    self.engine.ensure(self.weights, exact=True)
+    self.assertEqual(self.sample()[0].tokens, [9])
     self.faults.append(fault)
     with self.assertRaisesRegex(http_client.Temporary, message) as raised:
       self.sample()
-    self.assertGreater(self.engine.retry_at - time.monotonic(), wait_s - 1)
-    if raised.exception.is_busy:
-      self.assertGreater(self.engine.retry_at - time.monotonic(), wait_s / 2)
-    else:  # its weights are unknown
-      with self.assertRaisesRegex(http_client.Temporary, 'other weights'):
-        self.sample()
-      self.engine.ensure(self.weights, exact=True)
+    with self.assertRaisesRegex(http_client.Temporary, message):
+      self.sample()  # sends nothing
+    self.assertGreater(self.engine._retry_at - time.monotonic(), wait_s)
+    self.engine._retry_at = 0.0
+    self.paths.clear()
     self.assertEqual(self.sample()[0].tokens, [9])
+    self.assertEqual('/collective_rpc' not in self.paths, raised.exception.is_busy)
 
   def test_redirect_does_not_get_the_key(self):
     self.blocks.set()
-    self.engine.ensure(self.weights, exact=True)
     self.faults.append(lambda handler: answer_with(handler, 302, '', location='http://e.invalid/'))
     with self.assertRaisesRegex(types.RunError, 'status 302'):
       self.sample()
@@ -644,12 +624,12 @@ class HttpFaultsTest(parameterized.TestCase):
     self.blocks.set()
     proxies = {'HTTP_PROXY': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9'}
     with mock.patch.dict(os.environ, proxies | {'NO_PROXY': '', 'no_proxy': ''}):
-      self.assertTrue(self.engine.ensure(self.weights, exact=True))
+      self.assertEqual(self.sample()[0].tokens, [9])
 
   def test_stop_ends_a_load_that_hangs(self):
     threading.Timer(0.2, self.stops.set).start()
     with self.assertRaises(types.Stopped):
-      self.engine.ensure(self.weights, exact=True)
+      self.sample()
     self.assertFalse(self.blocks.is_set())
     self.assertEqual(self.paths[-1], '/resume')
 
@@ -798,7 +778,7 @@ class ApiTest(parameterized.TestCase):
           '/model_info': {'weight_version': 'a-3'},
       }.get(path, {})
 
-    api = dataclasses.replace(servers.APIS['sglang'], eos_ids=(9,))
+    api = servers.APIS['sglang']((9,))
     self.assertEqual(api.sample(send, REQUEST), servers.TurnAnswer([4, 9], [-0.25, -0.5], 'stop'))
     self.assertEqual(sent[0][1]['input_ids'], [1, 2])
     self.assertTrue(sent[0][1]['sampling_params']['no_stop_trim'])
@@ -809,8 +789,7 @@ class ApiTest(parameterized.TestCase):
         [path for path, _ in sent],
         ['/pause_generation', '/update_weights_from_disk', '/continue_generation'],
     )
-    self.assertTrue(api.holds(send, 'a-3'))
-    self.assertFalse(api.holds(send, 'a-4'))
+    self.assertEqual(api.labels(send), ['a-3'])
 
   def test_vllm_resumes_after_failed_load(self):
     paths = []
@@ -823,7 +802,7 @@ class ApiTest(parameterized.TestCase):
       return {}
 
     with self.assertRaises(http_client.Temporary):
-      servers.APIS['vllm'].load(send, '/weights/000003', 'a-3')
+      servers.APIS['vllm']().load(send, '/weights/000003', 'a-3')
     self.assertEqual(
         paths, ['/update_weight_version', '/pause?mode=keep', '/collective_rpc', '/resume']
     )
@@ -832,19 +811,23 @@ class ApiTest(parameterized.TestCase):
   def test_vllm_is_never_left_paused_or_wrongly_labelled(self, failing):
     """After one failure of a route, `ensure` loads again or resumes."""
     engine = StatefulEngine()
-    remote_engine = remote.RemoteEngine('http://e', servers.APIS['vllm'], '', 60.0)
-    remote_engine.begin(lambda: False)
-    remote_engine._send_load = engine.send
-    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True)
+    remote_engine = self.remote_engine('vllm', engine.send)
+    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
     engine.failing = failing
     weights = remote.RemoteWeights(4, '/weights/000004')
     with self.assertRaises(http_client.Temporary):
-      remote_engine.ensure(weights, exact=True)
-    self.assertNotEqual(engine.label, f'{remote_engine._run}-3')
-    remote_engine.ensure(weights, exact=True)
-    self.assertEqual(engine.label, f'{remote_engine._run}-4')
+      remote_engine.ensure(weights)
+    self.assertNotEqual(engine.label, '0123abcd-3')
+    remote_engine.ensure(weights)
+    self.assertEqual(engine.label, '0123abcd-4')
     self.assertEqual(engine.cached, '/weights/000004')
     self.assertFalse(engine.is_paused)
+
+  def remote_engine(self, kind, send):
+    api = servers.APIS[kind]()
+    engine = remote.RemoteEngine('http://e', api, 60.0, '0123abcd', lambda: False)
+    engine._send_load = send
+    return engine
 
   def test_label_without_resume_ends_pause(self):
     """An engine that labels its weights before the resume, as SGLang does."""
@@ -853,19 +836,17 @@ class ApiTest(parameterized.TestCase):
     def send(path, body):
       del body
       paths.append(path)
-      return {'weight_version': f'{engine._run}-3'}
+      return {'weight_version': '0123abcd-3'}
 
-    engine = remote.RemoteEngine('http://e', servers.APIS['sglang'], '', 60.0)
-    engine.begin(lambda: False)
-    engine._send_load = send
-    self.assertFalse(engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True))
+    engine = self.remote_engine('sglang', send)
+    engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
     self.assertEqual(paths, ['/model_info', '/continue_generation'])
 
   def test_engine_without_labels(self):
     def send(path, body):
       raise http_client.Rejected(404, 'Not Found')
 
-    self.assertFalse(servers.APIS['stppo'].holds(send, 'a-3'))
+    self.assertEqual(servers.APIS['stppo']().labels(send), [''])
 
   def test_vllm_adapters_have_a_name_per_version(self):
     loaded = {'base', 'a-2', 'b-7'}
@@ -885,9 +866,8 @@ class ApiTest(parameterized.TestCase):
       return {}
 
     api = servers.VllmAdapterApi()
-    self.assertFalse(api.holds(send, 'a-3'))
     api.load(send, '/weights/000003', 'a-3')
-    self.assertTrue(api.holds(send, 'a-3'))
+    self.assertIn('a-3', api.labels(send))
     self.assertEqual(loaded, {'base', 'a-3', 'b-7'})  # another run's adapter stays
     api.sample(send, dataclasses.replace(REQUEST, label='a-3'))
     self.assertEqual(models, ['a-3'])

@@ -38,6 +38,7 @@ LIMITS = episode_lib.EpisodeLimits(
     max_total_tokens=T,
     min_turn_tokens=2,
 )
+ENV = factory.EnvFactory(make=None, settings={})
 PROMPTS = ('Question: who?\n', 'where', 'the river goes to France?', 'a', 'Paris is', 'x y z')
 SEARCH = (
     '\n\n<information>Paris is a town. <|im_end|>é</information>\n\n',
@@ -116,7 +117,9 @@ def make_sampler(**draw):
   return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, sizes, distribution)
 
 
-def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, **how):
+def play(
+    prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, run=engine.run, **how
+):
   envs = [ScriptedEnv(prompt, script) for prompt, script in zip(prompts, scripts)]
   tasks = [types.Task(id=prompt, question=prompt, answers=('a',)) for prompt in prompts]
   groups = range(len(envs)) if groups is None else groups
@@ -127,7 +130,8 @@ def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, 
       make_params(),
       make_tokenizer(),
       episode_lib.Rows(envs, tasks, groups, keys),
-      episode_lib.EpisodeRules(limits, **how),
+      episode_lib.EpisodeRules(ENV, limits, **how),
+      run,
   )
   return episodes, envs
 
@@ -188,8 +192,8 @@ class PlayTest(parameterized.TestCase):
     prompts = prompts[: len(scripts)]
     scripts = [script + [ANSWER] for script in scripts]
     keys = jax.random.split(jax.random.key(seed), len(scripts))
-    with mock.patch.object(engine, 'run', functools.partial(spied_run, engine.run, sampled, fed)):
-      episodes, envs = play(prompts, scripts, keys)
+    run = functools.partial(spied_run, engine.run, sampled, fed)
+    episodes, envs = play(prompts, scripts, keys, run=run)
     for episode in episodes:
       episode.failed = False  # so that the batch shows all rows
     batch = batching.to_turn_batch(episodes, (T,), rows=4)
@@ -339,7 +343,7 @@ class PlayTest(parameterized.TestCase):
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     envs = [Seeded('a', [ANSWER]) for _ in tasks]
     rows = episode_lib.Rows(envs, tasks, range(3), keys)
-    rules = episode_lib.EpisodeRules(LIMITS)
+    rules = episode_lib.EpisodeRules(ENV, LIMITS)
     episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)
     self.assertEqual(seeds, [7, *episode_lib.episode_seeds(keys)[1:]])
     self.assertLen(set(seeds), 3)
@@ -391,10 +395,6 @@ class PlayTest(parameterized.TestCase):
       with self.assertRaisesRegex(types.UserError, '^prompts of the .* `reset` depend on its seed'):
         play(['Hello'], [[ANSWER]])
 
-  def test_max_total_exceeds_the_slots(self):
-    with self.assertRaisesRegex(types.UserError, 'max_slots'):
-      play(['a'], [[ANSWER]], limits=episode_lib.EpisodeLimits())
-
   def assert_same(self, a, b):
     self.assertEqual(len(a.turns), len(b.turns))
     np.testing.assert_array_equal(a.prompt, b.prompt)
@@ -430,7 +430,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
     tasks = [types.Task(f't{i}', 'q', ('a',)) for i in range(3)]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     rows = episode_lib.Rows(envs, tasks, range(3), keys)
-    rules = episode_lib.EpisodeRules(LIMITS, **how)
+    rules = episode_lib.EpisodeRules(ENV, LIMITS, **how)
     return episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)[0]
 
   @parameterized.parameters(0, 2)

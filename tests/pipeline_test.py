@@ -70,16 +70,11 @@ class JsonTest(absltest.TestCase):
     self.assertEqual([turn.reward for turn in again.episodes[0].turns], [0.1, -0.3])
     self.assertEqual(again.episodes[0].core_metrics, ('won', 'f'))
 
-  def test_a_batch_of_version_0_7_is_read(self):
-    turn = {'tokens': [3, 4], 'logp': [-0.1, -2.5], 'observation': [5], 'action': 'guess'}
-    row = {'task': 't', 'group': 2, 'prompt': [1], 'turns': [turn | {'reward': 0.1}]}
-    row |= {'truncated': True, 'failed': False, 'metrics': {}, 'counts': {}, 'core_metrics': []}
+  def test_batch_of_version_0_7_is_refused(self):
+    row = {'task': 't', 'group': 2, 'prompt': [1], 'turns': []}
     record = {'number': 4, 'staleness': 1, 'measured': {}, 'episodes': [row]}
-    (episode,) = pipeline.from_json(record, [types.Task('t', 'q', ('a',))]).episodes
-    tokens, turn_ids, logp = episode.unroll()
-    self.assertEqual((tokens.tolist(), turn_ids.tolist()), ([1, 3, 4, 5], [0, 1, 1, 0]))
-    np.testing.assert_array_equal(logp, np.array([0, -0.1, -2.5, 0], np.float32))
-    self.assertEqual((episode.score, episode.group, episode.truncated), (0.1, 2, True))
+    with self.assertRaisesRegex(types.UserError, '0.7'):
+      pipeline.from_json(record, [types.Task('t', 'q', ('a',))])
 
 
 class ScriptedAgent:

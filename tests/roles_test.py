@@ -45,6 +45,7 @@ from tests import episode_test
 from tests.support import tiny_run
 
 ROLES = ('asker', 'answerer')
+ENV = factory.EnvFactory(None, {}, roles=ROLES)
 # Who moves first and what it reads; then, after each turn, the outcome.
 FIRST = ('where', {'role': 'asker'})
 SCRIPT = (
@@ -84,12 +85,13 @@ def play(scripts, roles=ROLES, first=FIRST, groups=None, threads=0, limits=episo
   tasks = [types.Task(id=str(i)) for i in range(len(envs))]
   groups = range(len(envs)) if groups is None else groups
   keys = episode_lib.row_keys(jax.random.key(0), tasks)
+  env = factory.EnvFactory(None, {}, roles=roles, core_metrics=('won',))
   episodes, _ = episode_lib.play(
       episode_test.make_sampler(),
       episode_test.make_params(),
       episode_test.make_tokenizer(),
       episode_lib.Rows(envs, tasks, groups, keys),
-      episode_lib.EpisodeRules(limits, roles=roles, threads=threads, core_metrics=('won',)),
+      episode_lib.EpisodeRules(env, limits, threads=threads),
   )
   return episodes, envs
 
@@ -185,7 +187,7 @@ class PlayTest(parameterized.TestCase):
           episode_test.make_params(),
           episode_test.make_tokenizer(),
           episode_lib.Rows(envs, [types.Task(id=str(i))], [i], keys),
-          episode_lib.EpisodeRules(episode_test.LIMITS, roles=ROLES),
+          episode_lib.EpisodeRules(ENV, episode_test.LIMITS),
       )
       for one, other in zip(alone, together[2 * i : 2 * i + 2]):
         self.assertEqual(content(one)[:2], content(other)[:2])
@@ -215,7 +217,7 @@ class PlayTest(parameterized.TestCase):
       tasks = [types.Task(id=str(i)) for i in range(7)]
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       rows = episode_lib.Rows([ScriptedEnv(FIRST, SCRIPT) for _ in tasks], tasks, range(7), keys)
-      rules = episode_lib.EpisodeRules(episode_test.LIMITS, roles=ROLES)
+      rules = episode_lib.EpisodeRules(ENV, episode_test.LIMITS)
       return episode_lib.play(sampler, params, tokenizer, rows, rules)[0]
 
     episodes = play_with(params)

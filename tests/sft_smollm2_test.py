@@ -2,8 +2,6 @@
 
 import functools
 import re
-import types
-from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -13,6 +11,7 @@ import numpy as np
 from experiments import st_ppo_smollm2
 from scripts import search_trajectories
 from stppo_jax import tokenizer as chat
+from stppo_jax.envs import factory
 from stppo_jax.envs import search
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
@@ -194,14 +193,15 @@ class TokensTest(parameterized.TestCase):
     limits = episode_loop.EpisodeLimits(
         config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total
     )
-    with mock.patch.object(engine, 'run', scripted(spoken)):
-      [episode], _ = episode_loop.play(
-          types.SimpleNamespace(max_slots=8192),
-          None,
-          tokenizer,
-          episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
-          episode_loop.EpisodeRules(limits),
-      )
+    env_factory = factory.EnvFactory(search.SearchEnv, {})
+    [episode], _ = episode_loop.play(
+        None,
+        None,
+        tokenizer,
+        episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
+        episode_loop.EpisodeRules(env_factory, limits),
+        scripted(spoken),
+    )
     tokens, turn_ids, _ = episode.unroll()
     np.testing.assert_array_equal(row.tokens, tokens)
     np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))

@@ -45,7 +45,7 @@ class Agent:
   sampler: Any  # a `Sampler` at the training temperature, or a `RemoteSampler`
   greedy: Any  # evaluation's; shares the compiled programs
   report: engine.Report | None = None  # about the newest `play`
-  run: Callable[..., engine.Report] | None = None  # see `episode.play`
+  run: Callable[..., engine.Report] = engine.run  # plays the sequences, see `episode.play`
 
   def play(
       self,
@@ -71,21 +71,19 @@ class Agent:
     seeds = episode_lib.reset_seeds(keys, tasks)
     envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
     step_all = hosts.split_steps(envs)
-
-    # Reads `step_all` when it is called, and so uses the threads that are added to it below.
-    def step_envs(stepped, texts):
-      if give_up is not None:
-        hosts.end_if(give_up)
-      return step_all(stepped, texts)
-
     map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
       if rollout.threads and not self.env.uses_global_random:
         pool = futures.ThreadPoolExecutor(rollout.threads, 'environments')
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
         map_all = pool.map
-        step_all = functools.partial(step_all, map_all=map_all)
-      rules = episode_lib.rules_of(
+
+      def step_envs(stepped, texts):
+        if give_up is not None:
+          hosts.end_if(give_up)
+        return step_all(stepped, texts, map_all)
+
+      rules = episode_lib.EpisodeRules(
           self.env,
           prepare.limits(self.config),
           step_envs=step_envs,
@@ -104,7 +102,12 @@ class Agent:
 
 @dataclasses.dataclass
 class RemoteAgent(Agent):
-  """Turns parameters and questions into episodes, whose turns engines in other processes sample."""
+  """Turns parameters and questions into episodes, whose turns engines in other processes sample.
+
+  Its samplers exist while it is `opened`.
+  """
+
+  stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`
 
   @contextlib.contextmanager
   def opened(
@@ -119,11 +122,30 @@ class RemoteAgent(Agent):
 
     Connects the engines, and compares their log-probs with those of the trainer.
     """
-    root = self.config.rollout.engine_folder or os.path.join(workdir, 'weights')
-    folder = hosts.by_writer(remote.folder_of_run, root, workdir)
+    rollout = self.config.rollout
+    model = dataclasses.replace(self.model, head='tokens')
+    has_adapters = self.config.model.lora_rank > 0
+    kind = rollout.engine_kind
+    sends_adapters = has_adapters and kind == 'vllm'
+    make_api = servers.VllmAdapterApi if sends_adapters else servers.APIS[kind]
+    root = rollout.engine_folder or os.path.join(workdir, 'weights')
+    folders = remote.WeightFolders(
+        hosts.by_writer(remote.folder_of_run, root, workdir),
+        first_version=updates,
+        num_versions=self.config.pipeline.staleness + 2,
+        write=functools.partial(_write, model, kind, has_adapters),
+    )
+    rows = self.env.rows_per_episode * (rollout.rows or self.config.train.episodes)
+    api = make_api(tuple(self.tokenizer.eos_ids))
+    fleet = remote.Fleet(
+        rollout, api, folders, self.stop_table, self.env.stop_strings, rows, give_up
+    )
+    distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
+    self.sampler = remote.RemoteSampler(fleet, distribution)
+    self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
     self._prompts = hosts.by_writer(self._probe_prompts, tasks)
     self._score = jax.jit(functools.partial(_score, self.model))
-    with self.sampler.fleet.opened(folder, updates, give_up):
+    with fleet:
       self.check(params, at_start=True)
       yield
 
@@ -156,49 +178,25 @@ def _score(model, params, tokens, temperature):
   return logp
 
 
+def _write(model, engine_kind, has_adapters, params, folder):
+  """Writes a folder of weights that an engine loads. All processes call it."""
+  if has_adapters and engine_kind == 'vllm':
+    adapters = hosts.fetch(lora.adapters(params))
+    if hosts.is_writer():
+      lora.save_peft(folder, adapters, model.lora_scale)
+    return
+  if has_adapters:
+    params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
+  if model.tie_embeddings and engine_kind == 'vllm':
+    model, params = decoder.untied(model, params)
+  convert.save_hf(folder, model, params, dtype=model.dtype)
+
+
 def with_engines(agent: Agent) -> RemoteAgent:
   """Returns the agent of training with the engines of config.rollout.engine as its sampler."""
-  config = agent.config
-  rollout = config.rollout
-  model = dataclasses.replace(agent.model, head='tokens')
-  has_adapters = config.model.lora_rank > 0
-  sends_adapters = has_adapters and rollout.engine_kind == 'vllm'
-  is_untied = model.tie_embeddings and rollout.engine_kind == 'vllm'
-
-  def write(params, folder):
-    if sends_adapters:
-      adapters = hosts.fetch(lora.adapters(params))
-      if hosts.is_writer():
-        lora.save_peft(folder, adapters, model.lora_scale)
-      return
-    if has_adapters:
-      params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
-    if is_untied:
-      convert.save_hf(folder, *decoder.untied(model, params), dtype=model.dtype)
-    else:
-      convert.save_hf(folder, model, params, dtype=model.dtype)
-
-  api = servers.VllmAdapterApi() if sends_adapters else servers.APIS[rollout.engine_kind]
-  api = dataclasses.replace(api, eos_ids=tuple(agent.tokenizer.eos_ids))
-  api_key = os.environ.get('OPENAI_API_KEY', '')
-  fleet = remote.Fleet(
-      engines=[
-          remote.RemoteEngine(address, api, api_key, rollout.engine_timeout_s)
-          for address in rollout.engine.split(',')
-      ],
-      settings=rollout,
-      stop_table=agent.sampler.stop_table,
-      stop_strings=agent.env.stop_strings,
-      rows=agent.env.rows_per_episode * (rollout.rows or config.train.episodes),
-      num_versions=config.pipeline.staleness + 2,
-      write=write,
-  )
-  distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
   fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
-  fields['sampler'] = remote.RemoteSampler(fleet, distribution)
-  fields['greedy'] = remote.RemoteSampler(fleet, sampling.GREEDY)
   fields['run'] = remote.run
-  return RemoteAgent(**fields)
+  return RemoteAgent(**fields, stop_table=agent.sampler.stop_table)
 
 
 def make_agent(

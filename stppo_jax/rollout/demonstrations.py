@@ -158,8 +158,8 @@ class Demonstrator:
 
   def play(
       self, key: jax.Array, tasks: Sequence[types.Task], groups: Sequence[int]
-  ) -> list[list[types.Episode]]:
-    """Plays one episode per task; returns the rows of each, one per role.
+  ) -> list[types.Episode]:
+    """Plays one episode per task; returns its rows, one per role, in the order of the tasks.
 
     The result depends on the key of the batch, and on the tasks. Process 0 plays.
     """
@@ -168,17 +168,16 @@ class Demonstrator:
     keys = episode_lib.row_keys(jax.random.fold_in(key, _STREAM), tasks)
     seeds = episode_lib.reset_seeds(keys, tasks)
     player_seeds = episode_lib.episode_seeds(keys)
-    requests = list(zip(tasks, groups, seeds, player_seeds))
 
     def play_all():
-      played = [self._play(*request, i) for i, request in enumerate(requests)]
-      return [[row.to_dict() for row in rows] for rows in played]
+      rows = []
+      for i, episode in enumerate(zip(tasks, groups, seeds, player_seeds)):
+        rows += self._play(*episode, i)
+      return [row.to_dict() for row in rows]
 
     records = hosts.by_writer(play_all)
-    episodes = []
-    for task, rows in zip(tasks, records):
-      episodes.append([types.Episode.from_dict(row, task) for row in rows])
-    return episodes
+    row_tasks = [task for task in tasks for _ in range(self.env.rows_per_episode)]
+    return list(map(types.Episode.from_dict, records, row_tasks))
 
   def _play(self, task, group, seed, player_seed, number):
     """Plays one episode with a player for each role; returns its rows."""
@@ -186,7 +185,7 @@ class Demonstrator:
     framing = tokenizer_lib.make_framing(
         self.tokenizer, self.env.frame, self.limits.max_observation_tokens
     )
-    rules = episode_lib.rules_of(self.env, self.limits, strict=self.strict)
+    rules = episode_lib.EpisodeRules(self.env, self.limits, strict=self.strict)
     state = episode_lib.EpisodeState(task, framing, rules, group, number)
     # Not the seed itself: an environment may draw what is hidden from Random(seed).
     rng = random.Random(f'player {player_seed}')

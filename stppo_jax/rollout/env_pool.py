@@ -43,10 +43,8 @@ class EnvPool:
     if self._pool is not None:  # after an error, does not wait for the other responses
       self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
-  def step(
-      self, completions: list[TurnCompletion], on_done: Callable[[], None] = lambda: None
-  ) -> None:
-    """Calls `respond` once with turns that ended together, and `on_done` after it."""
+  def step(self, completions: list[TurnCompletion]) -> None:
+    """Calls `respond` once with turns that ended together."""
     if not completions:
       return
     if self._pool is None:
@@ -55,7 +53,6 @@ class EnvPool:
     else:
       context = contextvars.copy_context()  # a thread would have another one
       call = self._pool.submit(context.run, self._respond, completions)
-      call.add_done_callback(lambda unused_call: on_done())
     self._calls[call] = completions
 
   @property

@@ -64,19 +64,12 @@ class Rows:
 class EpisodeRules:
   """How episodes are played."""
 
+  env: factory.EnvFactory  # its frame, roles and core metrics count here
   limits: EpisodeLimits
-  frame: str = 'inline'  # frame of observations, see `protocol`
-  core_metrics: Sequence[str] = ()  # see `protocol`
-  roles: Sequence[str] = ()  # see `protocol`
   step_envs: stepping.StepEnvs = stepping.step_all
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
   strict: bool = False  # raise a UserError where the code of an environment raises
-
-
-def rules_of(env: factory.EnvFactory, limits: EpisodeLimits, **settings: Any) -> EpisodeRules:
-  """Returns the rules of an environment; `settings` are further fields of `EpisodeRules`."""
-  return EpisodeRules(limits, env.frame, env.core_metrics, env.roles, **settings)
 
 
 def play(
@@ -85,24 +78,20 @@ def play(
     tokenizer: tokenizer_lib.Tokenizer,
     rows: Rows,
     rules: EpisodeRules,
-    run: Callable[..., engine.Report] | None = None,
+    run: Callable[..., engine.Report] = engine.run,
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment and role, in their order, and a report of the work.
 
-  `run` plays the sequences with the sampler. None is `engine.run`.
+  `run` plays the sequences with the sampler.
 
   An episode depends on its environment, key and prompt, and not on the other episodes or the
   speed of any environment. With threads, environments have to lock what they share.
   """
-  limits = rules.limits
-  if limits.max_total_tokens > sampler.max_slots:
-    raise types.UserError(
-        f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
-        f'max_slots={sampler.max_slots}: build it for at least as many'
-    )
   started = time.perf_counter()
-  framing = tokenizer_lib.make_framing(tokenizer, rules.frame, limits.max_observation_tokens)
-  num_roles = max(1, len(rules.roles))
+  framing = tokenizer_lib.make_framing(
+      tokenizer, rules.env.frame, rules.limits.max_observation_tokens
+  )
+  num_roles = rules.env.rows_per_episode
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
   prompts: list[engine.Prompt] = []  # one per environment and role
@@ -133,7 +122,6 @@ def play(
     return prompts
 
   keys = rows.keys if num_roles == 1 else role_keys(rows.keys, num_roles)
-  run = run or engine.run
   report = run(sampler, params, prompts, keys, respond, rules.threads)
   report.seconds['env'] += reset_s
   return episodes, report
@@ -205,7 +193,7 @@ class EpisodeState:
     self._framing = framing
     self._limits = rules.limits
     self._strict = rules.strict
-    self._roles = tuple(rules.roles) or ('',)
+    self._roles = rules.env.roles or ('',)
     # The samples of a question are compared per role: each role of a group is a group of its own.
     self.episodes = [
         types.Episode(
@@ -214,7 +202,7 @@ class EpisodeState:
             prompt=np.zeros((0,), np.int32),
             turns=[],
             counts=dict.fromkeys(_COUNTS, 0.0),
-            core_metrics=tuple(rules.core_metrics),
+            core_metrics=rules.env.core_metrics,
             role=role,
             number=number if role else None,
         )

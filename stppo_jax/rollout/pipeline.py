@@ -96,56 +96,57 @@ class Batches:
     started = time.perf_counter()
     key, _ = batch_keys(self.seed, number)
     questions = dict(enumerate(self.stream.take(number - 1)))  # by the numbers of their groups
-    used = {task.id for task in questions.values()}
     rounds = [self._play(params, key, questions, self._first_sizes(questions))]
+    _check_prompts(rounds[0].episodes, number)
     groups = dict(rounds[0].groups)
-    present = [row for row in rounds[0].episodes if not row.absent]
-    if present and all(row.counts.get('prompt_too_long') for row in present):
-      raise types.RunError(
-          f'the prompts of all {len(present)} episodes of batch {number} are longer than '
-          'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
-      )
+    used = {task.id for task in questions.values()}
     while len(rounds) < self.max_num_gen_batches:
-      wanted = [i for i, group in groups.items() if not has_spread(group)]
-      if not wanted:
+      equal = [i for i, group in groups.items() if not has_spread(group)]
+      if not equal:
         break
-      further = self.stream.further(number - 1, len(rounds), len(wanted), used)
+      further = self.stream.further(number - 1, len(rounds), len(equal), used)
       used |= {task.id for task in further}
+      new_questions = dict(zip(equal, further, strict=True))
       round_key = jax.random.fold_in(key, len(rounds))
-      new_questions = dict(zip(wanted, further, strict=True))
       sizes = self._first_sizes(new_questions)
-      rounds.append(self._play(params, round_key, new_questions, sizes))
-      for i, group in rounds[-1].groups.items():
+      one_round = self._play(params, round_key, new_questions, sizes)
+      rounds.append(one_round)
+      for i, group in one_round.groups.items():
         if has_spread(group):
           groups[i] = group
           questions[i] = new_questions[i]
     if self.allocation is not None:
-      sizes = self._further_sizes(groups)
-      rounds.append(self._play(params, jax.random.fold_in(key, 1), questions, sizes))
-      for i, group in rounds[-1].groups.items():
+      round_key = jax.random.fold_in(key, 1)
+      one_round = self._play(params, round_key, questions, self._further_sizes(groups))
+      rounds.append(one_round)
+      for i, group in one_round.groups.items():
         groups[i] = groups[i] + group
-    played = list(itertools.chain(*[one_round.episodes for one_round in rounds]))
-    report = sum((one_round.report for one_round in rounds), engine.Report())
-    measured = report.metrics()
-    measured['env/replays'] = sum(one_round.replays for one_round in rounds)
-    if self.max_num_gen_batches > 1:
-      played_groups = [group for one_round in rounds for group in one_round.groups.values()]
-      measured['train/num_gen_batches'] = len(rounds)
-      measured['rollout/questions'] = len(played_groups)
-      measured['rollout/groups_with_spread'] = _share_with_spread(played_groups)
-      measured['rollout/groups_kept'] = _share_with_spread(groups.values())
-    if self.allocation is not None:
-      sizes = [len(group) // self.rows_per_episode for group in groups.values()]
-      measured['rollout/group_size_max'] = max(sizes)
-      measured['rollout/group_size_min'] = min(sizes)
+    played = _joined(one_round.episodes for one_round in rounds)
     demonstrated = self._demonstrate(key, questions)
-    check_environment([*played, *itertools.chain(*demonstrated.values())], self.max_failed)
+    check_environment(played + _joined(demonstrated.values()), self.max_failed)
+    measured = self._measured(rounds, groups)
     measured['timing_s/gen'] = time.perf_counter() - started
     episodes = []
     for i in questions:
       episodes += groups.get(i, [])
       episodes += demonstrated.get(i, [])
     return Sampled(number, staleness, episodes, measured)
+
+  def _measured(self, rounds, groups):
+    """Returns the metrics of a batch of these groups."""
+    measured = sum((one_round.report for one_round in rounds), engine.Report()).metrics()
+    measured['env/replays'] = sum(one_round.replays for one_round in rounds)
+    if self.max_num_gen_batches > 1:
+      played_groups = _joined(one_round.groups.values() for one_round in rounds)
+      measured['train/num_gen_batches'] = len(rounds)
+      measured['rollout/questions'] = len(played_groups)
+      measured['rollout/groups_with_spread'] = _share_with_spread(played_groups)
+      measured['rollout/groups_kept'] = _share_with_spread(groups.values())
+    if self.allocation is not None:  # each episode has one row
+      sizes = [len(group) for group in groups.values()]
+      measured['rollout/group_size_max'] = max(sizes)
+      measured['rollout/group_size_min'] = min(sizes)
+    return measured
 
   def receive(self, wait: Callable[[], Sampled]) -> Sampled:
     """Returns the batch that `wait` returns. All processes have sampled it together."""
@@ -154,21 +155,21 @@ class Batches:
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
     questions = self.stream.take(record['number'] - 1)
-    tasks = [questions[row['group'] // self.rows_per_episode] for row in record['episodes']]
-    if self.max_num_gen_batches > 1:  # some may have been replaced
-      known = self.stream.by_id()
-      rows = zip(record['episodes'], tasks, strict=True)
-      tasks = [known.get(row['task'], task) for row, task in rows]
+    known = self.stream.by_id()
+    tasks = []
+    for row in record['episodes']:
+      task = questions[row['group'] // self.rows_per_episode]
+      if self.max_num_gen_batches > 1:  # it may have been replaced
+        task = known.get(row['task'], task)
+      tasks.append(task)
     return from_json(record, tasks)
 
   def _first_sizes(self, questions):
     """Returns the number of episodes to sample of each group."""
     if self.allocation is not None:
       return dict.fromkeys(questions, self.allocation.first_rows)
-    sizes = {}
-    for i, task in questions.items():
-      sizes[i] = self.group_size - self._num_demonstrations(i, task)
-    return sizes
+    counts = self._num_demonstrations(questions)
+    return {i: self.group_size - counts[i] for i in questions}
 
   def _further_sizes(self, groups):
     """Returns the number of episodes that the allocation adds to each group."""
@@ -185,11 +186,7 @@ class Batches:
 
   def _play(self, params, key, questions, sizes):
     """Plays `sizes[i]` episodes of question `questions[i]`, for each group i."""
-    tasks = []
-    numbers = []
-    for i, task in questions.items():
-      tasks += [task] * sizes[i]
-      numbers += [i] * sizes[i]
+    tasks, numbers = _repeated(questions, sizes)
     keys = episode_lib.row_keys(key, tasks)
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
@@ -203,25 +200,18 @@ class Batches:
       groups.setdefault(row.group // self.rows_per_episode, []).append(row)
     return groups
 
-  def _num_demonstrations(self, group, task):
-    return self.demonstrator.count(group, task) if self.demonstrator else 0
+  def _num_demonstrations(self, questions):
+    if self.demonstrator is None:
+      return dict.fromkeys(questions, 0)
+    return {i: self.demonstrator.count(i, task) for i, task in questions.items()}
 
   def _demonstrate(self, key, questions):
     """Plays the demonstrations of all groups: {number of the group: their rows}."""
     if self.demonstrator is None:
       return {}
-    tasks = []
-    numbers = []
-    for i, task in questions.items():
-      count = self._num_demonstrations(i, task)
-      tasks += [task] * count
-      numbers += [i] * count
     play = self.demonstrator.play
-
-    def play_rows():
-      return list(itertools.chain(*play(key, tasks, numbers)))
-
-    rows, _ = self.until_answered(play_rows)
+    tasks, numbers = _repeated(questions, self._num_demonstrations(questions))
+    rows, _ = self.until_answered(lambda: play(key, tasks, numbers))
     return self._by_group(rows)
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
@@ -282,9 +272,8 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
   Only rows with the same group number are compared. Failed and absent rows do not count.
   """
   by_number = collections.defaultdict(list)
-  for row in group:
-    if not (row.failed or row.absent):
-      by_number[row.group].append(row)
+  for row in _scored(group):
+    by_number[row.group].append(row)
   for rows in by_number.values():
     scores = [row.score for row in rows]
     largest = max(sum(abs(turn.reward) for turn in row.turns) for row in rows)
@@ -293,9 +282,28 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
   return False
 
 
+def _scored(group):
+  """Returns the rows that were played to their end, and whose environment did not fail."""
+  return [row for row in group if not (row.failed or row.absent)]
+
+
+def _repeated(questions, counts):
+  """Returns (tasks, numbers of their groups), each as often as `counts` says."""
+  tasks = []
+  numbers = []
+  for i, task in questions.items():
+    tasks += [task] * counts[i]
+    numbers += [i] * counts[i]
+  return tasks, numbers
+
+
+def _joined(lists):
+  return list(itertools.chain.from_iterable(lists))
+
+
 def _mean_score(group):
   """Returns the mean score of the rows that were played; 1/2 if none was."""
-  scores = [row.score for row in group if not (row.failed or row.absent)]
+  scores = [row.score for row in _scored(group)]
   return float(np.mean(scores)) if scores else 0.5
 
 
@@ -356,7 +364,7 @@ class Pipeline:
       if ahead.future is None and hosts.is_writer():  # several processes have engines
         ahead.future = self._thread.submit(self._run, ahead)
     first = self._ahead[0]
-    batch = self._receive(first.result)
+    batch = self._receive(lambda: first.future.result())
     self._ahead.popleft()
     return batch
 
@@ -384,11 +392,12 @@ class Pipeline:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
   def _run(self, ahead):
-    wanted = ahead.batch
-    if isinstance(wanted, Unsampled):
+    """Returns the batch. If it is still to be sampled, frees the copy of the parameters then."""
+    batch = ahead.batch
+    if isinstance(batch, Unsampled):
       with self._sampling:
-        # The copy is not needed any more once the batch is there.
-        ahead.batch = self._sample(wanted.params, wanted.number, wanted.staleness)
+        ahead.batch = self._sample(batch.params, batch.number, batch.staleness)
+    return ahead.batch
 
 
 def _is_remote(batch):
@@ -400,14 +409,7 @@ class _Ahead:
   """A batch ahead; `future` samples it, unless the checkpoint held it."""
 
   batch: Sampled | Unsampled
-  future: futures.Future | None = None
-
-  def result(self) -> Sampled:
-    """Waits for the batch."""
-    assert self.future is not None
-    self.future.result()
-    assert isinstance(self.batch, Sampled)
-    return self.batch
+  future: Any = None
 
 
 def to_json(batch: Sampled) -> dict[str, Any]:
@@ -420,17 +422,6 @@ def to_json(batch: Sampled) -> dict[str, Any]:
   }
 
 
-def _turn_of_0_7(turn: Mapping[str, Any]) -> types.Turn:
-  return types.Turn(
-      np.array(turn['tokens'], np.int32),
-      np.array(turn['logp'], np.float32),
-      np.array(turn['observation'], np.int32),
-      turn['action'],
-      turn['reward'],
-      types.unpack_array(turn.get('routes')),
-  )
-
-
 def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled:
   """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
   episodes = []
@@ -440,11 +431,12 @@ def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled
           f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
           'now: resume with the same questions, or give another --workdir'
       )
-    episode = types.Episode.from_dict(row, task)
-    if 'turns' in row:  # written by version 0.7, where each turn has its own tokens
-      episode.prompt = np.array(row['prompt'], np.int32)
-      episode.turns = list(map(_turn_of_0_7, row['turns']))
-    episodes.append(episode)
+    if 'tokens' not in row:
+      raise types.UserError(
+          'the checkpoint holds batches of version 0.7: finish the run with that version, or give '
+          'another --workdir'
+      )
+    episodes.append(types.Episode.from_dict(row, task))
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
 
@@ -515,6 +507,16 @@ def failed_share(episodes: Sequence[types.Episode]) -> float:
 def environment_failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which the code of the environment raised."""
   return sum(bool(episode.error) for episode in episodes) / max(len(episodes), 1)
+
+
+def _check_prompts(rows, number):
+  """Raises a RunError if the prompts of all rows of batch `number` were too long."""
+  present = [row for row in rows if not row.absent]
+  if present and all(row.counts.get('prompt_too_long') for row in present):
+    raise types.RunError(
+        f'the prompts of all {len(present)} episodes of batch {number} are longer than '
+        'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
+    )
 
 
 def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> None:

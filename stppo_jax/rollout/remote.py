@@ -8,20 +8,23 @@
   engine 0   ----[version 4]-----[version 4]---| push 5 |---[version 5]----
                                                  no turn is in progress
 
-A turn is sampled by one version of the weights, and records it. An engine that fails is asked for
-the label of its weights before it samples again, because a restarted one has those of its start.
+A turn is sampled by one version of the weights, and records it. The turn that needs other weights
+than the engine has pushes them first, and later turns wait for it. An engine that fails is asked
+for the label of its weights before it samples again, because a restarted one has those of its
+start.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import dataclasses
 import functools
+import glob
 import itertools
 import json
 import os
-import queue
 import re
 import secrets
 import shutil
@@ -45,17 +48,18 @@ from stppo_jax.rollout import servers
 NUM_PROBES = 8  # turns of `check_agreement`
 _PROBE_TOKENS = 32
 _UNKNOWN = -1  # version of an engine that has to be asked
+_IN_QUESTION = -2  # version while the engine is asked, or loads weights
 _RETRY_S = 2.0  # until an engine that failed is tried again
 _POLL_S = 0.2  # between two questions whether to give up
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
 _IDLE_S = 1.0  # no engine ends, starts again and answers within this time
-_CLOSE_S = 10.0  # time for a push in progress at the end of a run
 _START_S = 600.0  # until an engine that loads its model answers
 _PROBE_S = 60.0  # until an engine that has answered before answers again
 _PROBE_TEMPERATURE = 0.8
-_LOAD_S = 900.0  # most seconds of a request that is not a turn
+_LOAD_S = 900.0  # time limit of a request that is not a turn
 _MAX_CONNECTIONS = 1024
+_LABEL = re.compile('([0-9a-f]{8})-.*')  # the run, and the version of its weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,139 +71,143 @@ class RemoteWeights:
 
 
 class RemoteEngine:
-  """One engine: its address, the version of its weights, and its turns in progress."""
+  """One engine: its address, the version of its weights, and its turns in progress.
 
-  def __init__(self, address: str, api: servers.ServerApi, api_key: str, turn_s: float):
+  Args:
+    address: with or without /v1. The key for it is OPENAI_API_KEY in the environment.
+    api: its interface.
+    turn_s: time limit of a turn.
+    run: eight hexadecimal digits that distinguish the weights of this run from those of others.
+    check_stopped: raises Stopped if the run is to end; see `Fleet`.
+  """
+
+  def __init__(
+      self,
+      address: str,
+      api: servers.ServerApi,
+      turn_s: float,
+      run: str,
+      check_stopped: Callable[[], bool],
+  ):
     self.address = address.strip().rstrip('/').removesuffix('/v1')
-    self.retry_at = 0.0  # monotonic time before which it is not tried again
+    self.answered_at = 0.0  # monotonic time of the newest answer
+    self.push_s = 0.0  # seconds of all pushes
     self._api = api
+    self._run = run
+    self._check_stopped = check_stopped
     self._version = _UNKNOWN
-    self._run = ''  # distinguishes the weights of this run from those of others
+    self._had_weights = False  # those of this run
+    self._entrance = threading.Lock()  # each turn passes it; a push holds it
+    self._turn_ended = threading.Condition()
+    self._num_turns = 0  # in progress
+    self._failure = http_client.Temporary('')  # the newest one
+    self._retry_at = 0.0  # monotonic time until which it is raised again
     self._session = requests.Session()
     self._session.trust_env = False  # no proxy between trainer and engine, no key of ~/.netrc
-    if api_key:
+    if api_key := os.environ.get('OPENAI_API_KEY'):
       self._session.headers['Authorization'] = f'Bearer {api_key}'
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
     self._session.mount('http://', adapter)
     self._session.mount('https://', adapter)
-    limits = http_client.ClientLimits(_CONNECT_S, turn_s)
-    self._send_turn = functools.partial(_send, self._session, self.address, limits)
-    self._give_up: Callable[[], bool] = lambda: False
-    self._changed = threading.Condition()
-    self._num_turns = 0  # in progress
-    self._is_pushing = False
-    self._num_forgotten = 0  # calls of `forget`
-    self._answered_at = 0.0  # monotonic time of the newest answer
-
-  def begin(self, give_up: Callable[[], bool]) -> None:
-    """Starts a run. Its labels differ from those of earlier runs. `give_up` ends all waits."""
-    self._run = secrets.token_hex(4)
-    self._give_up = give_up
-    self.forget()
-
-  def forget(self) -> None:
-    """Makes the next `ensure` ask the engine for its weights."""
-    self._version = _UNKNOWN
-    self._num_forgotten += 1
+    self._send_turn = functools.partial(self._send, turn_s)
 
   def sample(
-      self, request: servers.TurnRequest, weights: RemoteWeights, exact: bool
+      self, request: servers.TurnRequest, wanted: Callable[[], RemoteWeights]
   ) -> tuple[servers.TurnAnswer, int]:
-    """Samples a turn; returns it with the version of the engine's weights.
+    """Samples a turn with the weights that `wanted` returns; returns it with their version.
 
-    They are `weights` if `exact`. Raises Temporary if another attempt, or another engine, may
-    succeed, and Stopped.
+    Raises Temporary if another attempt, or another engine, may succeed, Stopped, and a RunError if
+    the engine rejects the request for good.
     """
-    with self._changed:
-      self._wait_for(lambda: not self._is_pushing)
-      version = self._version
-      if version == _UNKNOWN or (exact and version != weights.version):
-        raise http_client.Temporary(f'{self.address} has other weights')
-      self._num_turns += 1
+    with self._entrance:
+      self._check_stopped()
+      if time.monotonic() < self._retry_at:
+        raise self._failure.with_traceback(None)
+      weights = wanted()
+      self.ensure(weights)
+      with self._turn_ended:
+        self._num_turns += 1
+    request = dataclasses.replace(request, label=self._label(weights))
     try:
       with self._failures():
-        request = dataclasses.replace(request, label=f'{self._run}-{version}')
-        answer = self._api.sample(self._send_turn, request)
-        self._answered_at = time.monotonic()
-        return answer, version
+        return self._api.sample(self._send_turn, request), weights.version
     finally:
-      with self._changed:
+      with self._turn_ended:
         self._num_turns -= 1
-        self._changed.notify_all()
+        self._turn_ended.notify_all()
 
-  def ensure(self, weights: RemoteWeights, exact: bool) -> bool:
-    """Gives the engine these weights unless it has them; returns whether they were pushed.
+  def ensure(self, weights: RemoteWeights) -> None:
+    """Gives the engine these weights unless it has them. No turn may start meanwhile.
 
-    Newer weights are accepted unless `exact`. A push waits for the turns in progress. An engine
-    without requests for _IDLE_S may have been started again, and is asked for its weights. Raises
-    Temporary and Stopped.
+    An engine without requests for _IDLE_S may have been started again, and is asked for its
+    weights. Raises as `sample` does.
     """
-    with self._changed:
-      self._wait_for(lambda: not self._is_pushing)
-      if not self._num_turns and time.monotonic() - self._answered_at > _IDLE_S:
-        self.forget()
-      is_newer = self._version > weights.version
-      if self._version == weights.version or (is_newer and not exact):
-        return False
-      self._is_pushing = True
-    label = f'{self._run}-{weights.version}'
-    try:
+    if not self._num_turns and time.monotonic() - self.answered_at > _IDLE_S:
+      self._version = _UNKNOWN
+    while self._version != weights.version:
       with self._failures():
-        num_forgotten = self._num_forgotten
-        is_there = self._api.holds(self._send_load, label)
-        if is_there:
-          self._api.resume(self._send_load)  # after a load whose last request failed
-        else:
-          with self._changed:
-            self._wait_for(lambda: not self._num_turns)
-          num_forgotten = self._num_forgotten
-          self._api.load(self._send_load, weights.folder, label)
-        if num_forgotten == self._num_forgotten:  # else a turn has failed since the question
-          self._version = weights.version
-        self._answered_at = time.monotonic()
-        return not is_there
-    finally:
-      with self._changed:
-        self._is_pushing = False
-        self._changed.notify_all()
+        self._push(weights)
 
-  def _wait_for(self, condition):
-    """Waits for a condition, with `_changed` held. Raises Stopped."""
-    while not self._changed.wait_for(condition, _POLL_S):
-      if self._give_up():
-        raise types.Stopped
+  def _push(self, weights):
+    """Loads the weights, unless the engine says that it has them.
+
+    Its version stays unknown if a turn fails after the question.
+    """
+    started = time.monotonic()
+    label = self._label(weights)
+    self._version = _IN_QUESTION
+    labels = self._api.labels(self._send_load)
+    if label in labels:
+      self._api.resume(self._send_load)  # after a load whose last request failed
+    else:
+      self._check_owner(labels)
+      with self._turn_ended:
+        while not self._turn_ended.wait_for(lambda: not self._num_turns, _POLL_S):
+          self._check_stopped()
+      self._version = _IN_QUESTION  # turns that failed before the load do not matter
+      self._api.load(self._send_load, weights.folder, label)
+      self.push_s += time.monotonic() - started
+    self._had_weights = True
+    if self._version == _IN_QUESTION:
+      self._version = weights.version
+
+  def _check_owner(self, labels):
+    """Raises a RunError if another run has replaced the weights of this one."""
+    matches = map(_LABEL.fullmatch, labels)
+    runs = {match[1] for match in matches if match}
+    if self._had_weights and runs and self._run not in runs:
+      raise types.RunError(
+          f'{self.address}: another run has replaced the weights of this one: give each run '
+          'engines of its own, and the same command resumes'
+      )
+
+  def _label(self, weights):
+    return f'{self._run}-{weights.version}'
+
+  def _send(self, total_s, path, body):
+    """Returns the JSON of an answer; {} for an empty answer and for a text."""
+    limits = http_client.ClientLimits(_CONNECT_S, total_s)
+    answer = http_client.send(self._session, self.address + path, body, limits)
+    try:
+      return json.loads(answer)
+    except ValueError:
+      return {}
 
   def _send_load(self, path, body):
     """Sends a request that is not a turn. Raises Stopped before its end if the run is to end."""
-    limits = http_client.ClientLimits(_CONNECT_S, _LOAD_S)
-    call = functools.partial(_send, self._session, self.address, limits, path, body)
-    try:
-      return http_client.call_within(call, _LOAD_S, self._give_up)
-    except http_client.GivenUp:
-      raise types.Stopped from None
+    send = functools.partial(self._send, _LOAD_S, path, body)
+    return http_client.call_within(send, _LOAD_S, self._check_stopped)
 
   @contextlib.contextmanager
   def _failures(self) -> Iterator[None]:
-    """Context manager of a request. After a failure the engine's weights are unknown.
-
-    Raises Temporary, or a RunError where the engine rejects the request for good.
-    """
+    """Context manager of requests. After a failure the engine's weights are unknown."""
     try:
       yield
-    except (http_client.Temporary, LookupError, TypeError, ValueError) as error:
-      is_busy = getattr(error, 'is_busy', False)
-      is_silent = getattr(error, 'is_silent', False)
-      wait_s = min(getattr(error, 'wait_s', 0.0), _LONGEST_WAIT_S)
-      if not is_busy:
-        self.forget()
-        wait_s = max(wait_s, _RETRY_S)
-      self.retry_at = time.monotonic() + wait_s
-      reason = f'{type(error).__name__}: {error}'
-      if text := getattr(error, 'text', ''):
-        reason += f': {text}'
-      raise http_client.Temporary(
-          f'{self.address} failed ({reason})', is_silent=is_silent, is_busy=is_busy
-      ) from error
+      self.answered_at = time.monotonic()
+    except http_client.Temporary as error:
+      raise self._failed(error) from error
+    except (LookupError, TypeError, ValueError) as error:  # its answer has another form
+      raise self._failed(http_client.Temporary(repr(error))) from error
     except http_client.Rejected as error:
       text = ' '.join(error.text.split())[:300]
       raise types.RunError(
@@ -207,206 +215,78 @@ class RemoteEngine:
           'has the command that starts an engine'
       ) from error
 
+  def _failed(self, reason):
+    """Notes a failure of the engine; returns it as the error of the next attempts."""
+    now = time.monotonic()
+    wait_s = min(reason.wait_s or _RETRY_S, _LONGEST_WAIT_S)
+    self._retry_at = now + wait_s
+    if reason.is_busy:
+      self.answered_at = now
+    else:
+      self._version = _UNKNOWN
+    self._failure = http_client.Temporary(
+        f'{self.address} failed ({reason}: {reason.text})',
+        is_silent=reason.is_silent,
+        is_busy=reason.is_busy,
+    )
+    return self._failure
 
-class Fleet:
-  """The engines of a run and the weights that they are given.
+
+class WeightFolders:
+  """The folders of a run's newest weights.
 
   Args:
-    engines: at least one.
-    settings: the run's RolloutSettings.
-    stop_table: `Sampler.stop_table`, which decides where a turn ends.
-    stop_strings: those that the engines look for.
-    rows: turns in progress at once.
+    folder: holds them, and belongs to this run. The engines read it under the same path.
+    first_version: the number of updates of the first parameters that are copied.
     num_versions: newest versions whose folders stay.
     write: (parameters, folder) writes a folder of weights. All processes call it.
   """
 
   def __init__(
-      self,
-      engines: Sequence[RemoteEngine],
-      settings: Any,
-      stop_table: np.ndarray,
-      stop_strings: Sequence[str],
-      rows: int,
-      num_versions: int,
-      write: Callable[[Any, str], None],
+      self, folder: str, first_version: int, num_versions: int, write: Callable[[Any, str], None]
   ):
-    self.engines = engines
-    self.settings = settings
-    self.stop_table = stop_table
-    self.stop_strings = tuple(stop_strings)
-    self.rows = rows
+    self._folder = os.path.abspath(folder)
+    self._versions = itertools.count(first_version)
     self._num_versions = num_versions
     self._write = write
-    self._is_exact = settings.engine_push == 'batch'
-    self._push_s = 0.0  # since the last `take_push_s`
-
-  @contextlib.contextmanager
-  def opened(self, folder: str, first_version: int, give_up: Callable[[], bool]) -> Iterator[None]:
-    """Context manager of a run.
-
-    Args:
-      folder: will hold the folders of weights, and belongs to this run. The engines read it under
-        the same path.
-      first_version: the number of updates of the first parameters that are copied.
-      give_up: whether to abandon all turns and raise Stopped.
-    """
-    self._folder = os.path.abspath(folder)
-    self._version = first_version - 1
     self._written: list[RemoteWeights] = []
-    self._leaves: list[Any] = []  # leaves of the parameters of the newest version
-    self._over = threading.Event()  # ends all requests
-    self._is_closing = threading.Event()
-    self._has_new = threading.Event()  # a version that the engines may not have
-    self._answered_at = time.monotonic()  # the time of the newest answer
-    self._give_up = lambda: self._over.is_set() or give_up()
-    self._remove_versions()  # left by a process that was killed
-    for engine in self.engines:
-      engine.begin(self._give_up)
-    pushes = threading.Thread(target=self._push_newest, name='push', daemon=True)
-    pushes.start()
-    try:
-      yield
-    finally:
-      self._is_closing.set()
-      if not give_up():
-        pushes.join(_CLOSE_S)
-      self._over.set()
-      pushes.join()
-      self._remove_versions()
+    self._leaves: list[jax.Array] = []  # leaves of the parameters of the newest version
+
+  @property
+  def newest(self) -> RemoteWeights:
+    """The version that was written last."""
+    return self._written[-1]
 
   def copy(self, params: Any) -> RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
 
     All processes call it. The folder appears complete, under its final name.
     """
-    if isinstance(params, RemoteWeights):
-      return params
     leaves = jax.tree.leaves(params)
     pairs = zip(leaves, self._leaves)
     if self._written and all(new is old for new, old in pairs):
-      return self._written[-1]
+      return self.newest
     self._leaves = leaves
-    self._version += 1
-    folder = os.path.join(self._folder, f'{self._version:06d}')
-    self._write(params, folder + '.partial')
-    if hosts.is_writer():
-      os.rename(folder + '.partial', folder)
-    weights = RemoteWeights(self._version, folder)
+    version = next(self._versions)
+    weights = RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
+    partial_folder = weights.folder + '.partial'
+    self._write(params, partial_folder)
     self._written.append(weights)
-    if len(self._written) > self._num_versions:
-      self._remove(self._written.pop(0).folder)
-    if hosts.is_writer() and not self._is_exact:
-      self._has_new.set()
+    expired = self._written[: -self._num_versions]
+    del self._written[: -self._num_versions]
+    if hosts.is_writer():
+      os.rename(partial_folder, weights.folder)
+      for old in expired:
+        shutil.rmtree(old.folder, ignore_errors=True)
     return weights
 
-  def prepare(self, weights: RemoteWeights) -> None:
-    """Gives all engines the weights, at the start of a batch.
-
-    The engines are asked what they have, because one may have been started again. An engine that
-    does not answer gets the weights later.
-    """
-    for engine in self.engines:
-      engine.forget()
-      with contextlib.suppress(http_client.Temporary):  # `sample` tries again
-        self._ensure(engine, weights)
-
-  def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
-    """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
-
-    Raises a RunError if none has answered any turn for settings.engine_outage_s.
-    """
-    started = time.monotonic()
-    last_error = None
-    for attempt in itertools.count(1):
-      self.check_stopped()
-      engine = self.engines[index % len(self.engines)]
-      index += 1
-      if engine.retry_at <= time.monotonic():
-        try:
-          return self.sample_once(engine, request, weights)
-        except http_client.Temporary as error:
-          logging.log_every_n_seconds(logging.WARNING, 'a turn is sampled again: %s', 10, error)
-          last_error = error
-          if error.is_busy:
-            self._answered_at = time.monotonic()
-      if attempt >= len(self.engines) and last_error is not None and not last_error.is_busy:
-        self._check_outage(started, last_error)
-      time.sleep(_POLL_S / len(self.engines))
-    raise AssertionError('unreachable')
-
-  def _check_outage(self, started, error):
-    """Raises a RunError if the engines, or the turn that began at `started`, take too long."""
-    settings = self.settings
-    now = time.monotonic()
-    if now - max(started, self._answered_at) > settings.engine_outage_s:
-      raise types.RunError(
-          f'no engine of config.rollout.engine={settings.engine!r} answered for '
-          f'{settings.engine_outage_s:g} s (config.rollout.engine_outage_s), the last one because '
-          f'{error}: start one, and the same command resumes'
-      )
-    if now - started > settings.engine_outage_s + 3 * settings.engine_timeout_s:
-      raise types.RunError(
-          f'a turn got no answer for {now - started:.0f} s, while others did ({error}): raise '
-          f'config.rollout.engine_timeout_s={settings.engine_timeout_s:g}, or lower '
-          'config.rollout.rows'
-      )
-
-  def sample_once(
-      self, engine: RemoteEngine, request: servers.TurnRequest, weights: RemoteWeights
-  ) -> types.Turn:
-    """Returns a turn of this engine, or raises Temporary."""
-    self._ensure(engine, weights)
-    answer, version = engine.sample(request, weights, self._is_exact)
-    self._answered_at = time.monotonic()
-    turn = make_turn(answer, request, self.stop_table, engine.address)
-    turn.version = version
-    return turn
-
-  def take_push_s(self) -> float:
-    """Returns the seconds of all pushes since the last call."""
-    push_s = self._push_s
-    self._push_s = 0.0
-    return push_s
-
-  def check_stopped(self) -> None:
-    """Raises Stopped if the run is to end."""
-    if self._give_up():
-      raise types.Stopped
-
-  def _ensure(self, engine, weights):
-    """Pushes the weights, or newer ones, to the engine unless it has them. Raises Temporary."""
-    if not self._is_exact:
-      weights = self._written[-1]
-    started = time.monotonic()
-    if engine.ensure(weights, self._is_exact):
-      self._push_s += time.monotonic() - started
-      self._answered_at = time.monotonic()
-
-  def _push_newest(self):
-    """Pushes new weights while turns are sampled, until the run ends."""
-    while not self._is_closing.is_set():
-      if not self._has_new.wait(_POLL_S):
-        continue
-      self._has_new.clear()
-      for engine in self.engines:
-        # A turn meets the same error.
-        with contextlib.suppress(http_client.Temporary, types.RunError, types.Stopped):
-          self.check_stopped()
-          self._ensure(engine, self._written[-1])
-
-  def _remove(self, folder):
-    if hosts.is_writer():
-      shutil.rmtree(folder, ignore_errors=True)
-
-  def _remove_versions(self):
-    """Removes all versions, and the run's folder if it then is empty. Other files stay."""
-    if not (hosts.is_writer() and os.path.isdir(self._folder)):
+  def remove(self) -> None:
+    """Removes all versions, and the folder if it then is empty. Other files stay."""
+    if not hosts.is_writer():
       return
-    for name in os.listdir(self._folder):
-      if re.fullmatch(r'\d{6,}(\.partial)?', name):
-        self._remove(os.path.join(self._folder, name))
-    if not os.listdir(self._folder):
+    for folder in glob.glob('[0-9]' * 6 + '*', root_dir=self._folder):
+      shutil.rmtree(os.path.join(self._folder, folder), ignore_errors=True)
+    with contextlib.suppress(OSError):  # there are other files, or no folder
       os.rmdir(self._folder)
 
 
@@ -415,17 +295,135 @@ def folder_of_run(root: str, workdir: str) -> str:
 
   Several runs may share `root`, and it may hold other files.
   """
-  path = os.path.join(workdir, 'weights_id')
-  name = ''
-  if os.path.exists(path):
-    with open(path, encoding='utf-8') as file:
-      name = file.read()
-  if not re.fullmatch('run-[0-9a-f]{16}', name):  # a new run, or the file is damaged
-    name = f'run-{secrets.token_hex(8)}'
-    os.makedirs(workdir, exist_ok=True)
-    with open(path, 'w', encoding='utf-8') as file:
+  os.makedirs(workdir, exist_ok=True)
+  with open(os.path.join(workdir, 'weights_id'), 'a+', encoding='utf-8') as file:
+    file.seek(0)
+    name = file.read()
+    if not re.fullmatch('run-[0-9a-f]{16}', name):  # a new run, or the file is damaged
+      name = f'run-{secrets.token_hex(8)}'
+      file.truncate(0)
       file.write(name)
   return os.path.join(root, name)
+
+
+class Fleet:
+  """The engines of a run. A context manager, at whose end all requests end.
+
+  Args:
+    settings: the run's RolloutSettings.
+    api: the interface of the engines.
+    folders: the weights that they are given.
+    stop_table: `Sampler.stop_table`, which decides where a turn ends.
+    stop_strings: those that the engines look for.
+    rows: turns in progress at once.
+    give_up: whether to abandon all turns and raise Stopped.
+  """
+
+  def __init__(
+      self,
+      settings: Any,
+      api: servers.ServerApi,
+      folders: WeightFolders,
+      stop_table: np.ndarray,
+      stop_strings: Sequence[str],
+      rows: int,
+      give_up: Callable[[], bool],
+  ):
+    self.settings = settings
+    self.folders = folders
+    self.stop_strings = tuple(stop_strings)
+    self.rows = rows
+    self._stop_table = stop_table
+    self._give_up = give_up
+    self._is_over = False
+    self._reported_push_s = 0.0
+    run = secrets.token_hex(4)
+    self.engines = [
+        RemoteEngine(address, api, settings.engine_timeout_s, run, self.check_stopped)
+        for address in settings.engine.split(',')
+    ]
+
+  def __enter__(self) -> 'Fleet':
+    self.folders.remove()  # left by a process that was killed
+    return self
+
+  def __exit__(self, *unused_error) -> None:
+    self._is_over = True
+    self.folders.remove()
+
+  def check_stopped(self) -> bool:
+    """Raises Stopped if the run is to end. Else returns False: a call polls it and continues."""
+    if self._is_over or self._give_up():
+      raise types.Stopped
+    return False
+
+  def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
+    """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
+
+    Raises a RunError if none has answered any turn for settings.engine_outage_s.
+    """
+    outage_s = self.settings.engine_outage_s
+    first = index % len(self.engines)
+    engines = self.engines[first:] + self.engines[:first]
+    try:
+      return self.sample_from(engines, request, weights, outage_s, outage_s)
+    except http_client.Temporary as error:
+      raise types.RunError(
+          f'no engine of config.rollout.engine={self.settings.engine!r} answered for '
+          f'{outage_s:g} s (config.rollout.engine_outage_s), the last one because {error}: start '
+          'one, and the same command resumes'
+      ) from error
+
+  def sample_from(
+      self,
+      engines: Sequence[RemoteEngine],
+      request: servers.TurnRequest,
+      weights: RemoteWeights,
+      silent_s: float,
+      failing_s: float,
+  ) -> types.Turn:
+    """Returns a turn of the first of these engines that succeeds. They are tried in turn.
+
+    The turn is sampled with the newest weights instead, unless settings.engine_push is 'batch'.
+    Raises Temporary if no engine has answered any turn for `silent_s` seconds without an answer, or
+    `failing_s` seconds with failures. Raises a RunError if only this turn takes too long.
+    """
+    settings = self.settings
+    is_exact = settings.engine_push == 'batch'
+    wanted = lambda: weights if is_exact else self.folders.newest
+    started = time.monotonic()
+    while True:
+      for engine in engines:
+        self.check_stopped()
+        try:
+          answer, version = engine.sample(request, wanted)
+          turn = make_turn(answer, request, self._stop_table, engine.address)
+          turn.version = version
+          return turn
+        except http_client.Temporary as error:
+          logging.log_every_n_seconds(logging.WARNING, 'a turn is sampled again: %s', 10, error)
+          failure = error
+        time.sleep(_POLL_S / len(engines))
+      if failure.is_busy:
+        continue
+      now = time.monotonic()
+      answered_at = max(engine.answered_at for engine in engines)
+      limit_s = silent_s if failure.is_silent else failing_s
+      if now - max(started, answered_at) > limit_s:
+        raise failure
+      if now - started > settings.engine_outage_s + 3 * settings.engine_timeout_s:
+        raise types.RunError(
+            f'a turn got no answer for {now - started:.0f} s, while others did ({failure}): raise '
+            f'config.rollout.engine_timeout_s={settings.engine_timeout_s:g}, or lower '
+            'config.rollout.rows'
+        )
+
+  def take_push_s(self) -> float:
+    """Returns the seconds of all pushes since the last call."""
+    total_s = sum(engine.push_s for engine in self.engines)
+    push_s = total_s - self._reported_push_s
+    self._reported_push_s = total_s
+    return push_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +440,9 @@ class RemoteSampler:
 
   def copy(self, params: Any) -> RemoteWeights:
     """Returns the policy as the engines read it."""
-    return self.fleet.copy(params)
+    if isinstance(params, RemoteWeights):
+      return params
+    return self.fleet.folders.copy(params)
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the numbers of compiled programs, of which there are none here."""
@@ -465,38 +465,35 @@ def run(
   del keys
   fleet = sampler.fleet
   report = engine_lib.Report()
-  events: queue.SimpleQueue = queue.SimpleQueue()
   contexts = [list(prompt.ids) for prompt in prompts]
   # The last one is played next, so that a sequence in progress comes before a new one.
   waiting = [(i, prompt.budget) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
-  num_active = 0
-  fleet.prepare(weights)
+  turns: set[futures.Future] = set()  # in progress
 
-  def play_turn(index: int, request: servers.TurnRequest) -> None:
-    try:
-      turn = fleet.sample(request, weights, index)
-      events.put(env_pool.TurnCompletion(index, turn))
-    except Exception as error:  # raised by the thread that waits for it
-      events.put(error)
+  def play_turn(index, request):
+    return env_pool.TurnCompletion(index, fleet.sample(request, weights, index))
 
   with env_pool.EnvPool(respond, threads) as pool:
-    while waiting or num_active or pool.in_progress:
-      while waiting and num_active < fleet.rows:
+    while waiting or turns or pool.in_progress:
+      while waiting and len(turns) < fleet.rows:
         index, budget = waiting.pop()
-        request = servers.TurnRequest(
-            tuple(contexts[index]), budget, fleet.stop_strings, sampler.distribution
-        )
-        num_active += 1
-        threading.Thread(target=play_turn, args=(index, request), daemon=True).start()
+        context = tuple(contexts[index])
+        request = servers.TurnRequest(context, budget, fleet.stop_strings, sampler.distribution)
+        turns.add(_in_thread(play_turn, index, request))
       started = time.perf_counter()
-      completions = _take_completions(events, fleet)
+      done: set[futures.Future] = set()
+      while not done:
+        fleet.check_stopped()
+        events = [*turns, *pool.in_progress]
+        done, _ = futures.wait(events, _POLL_S, futures.FIRST_COMPLETED)
       ended = time.perf_counter()
       report.seconds['decode'] += ended - started
-      num_active -= len(completions)
+      completions = [turn.result() for turn in done & turns]
+      turns -= done
       for completion in completions:
         contexts[completion.index] += completion.turn.tokens.tolist()
         report.sampled_tokens += len(completion.turn.tokens)
-      pool.step(completions, lambda: events.put(None))
+      pool.step(completions)
       for index, prompt in pool.take_prompts():
         contexts[index] += prompt.ids
         report.prefill_tokens += len(prompt.ids)
@@ -506,20 +503,18 @@ def run(
   return report
 
 
-def _take_completions(events: queue.SimpleQueue, fleet: Fleet) -> list[env_pool.TurnCompletion]:
-  """Waits for an event, a turn or None; returns all turns that are there, or raises an error."""
-  while events.empty():
-    fleet.check_stopped()
-    with contextlib.suppress(queue.Empty):
-      events.put(events.get(timeout=_POLL_S))
-  completions = []
-  while not events.empty():
-    event = events.get()
-    if isinstance(event, Exception):
-      raise event
-    if event is not None:
-      completions.append(event)
-  return completions
+def _in_thread(function, *args):
+  """Calls a function in a thread that ends with the process; returns the future of its result."""
+  future: futures.Future = futures.Future()
+
+  def call():
+    try:
+      future.set_result(function(*args))
+    except Exception as error:  # raised by the thread that waits for it
+      future.set_exception(error)
+
+  threading.Thread(target=call, daemon=True).start()
+  return future
 
 
 def make_turn(
@@ -528,7 +523,7 @@ def make_turn(
   """Returns an engine's answer as a turn, cut after the token at which our own sampler would stop.
 
   A prefix of what was sampled is distributed as if the engine had stopped there. Raises Temporary
-  for a turn that was aborted, and a RunError for an answer that is no turn or ended too early.
+  for a turn that was aborted, and a RunError for an invalid answer or a turn that ended too early.
   """
   tokens = answer.tokens
   logp = np.array(answer.logp, np.float32)
@@ -542,27 +537,19 @@ def make_turn(
         f'{request.budget} ids below {vocab_size} were asked for: it serves another model, or '
         'config.rollout.engine_kind is wrong'
     )
+  last_state = num_states - 1
   length = 0
   state = 0
-  while length < len(tokens) and state < num_states - 1:
+  while length < len(tokens) and state < last_state:
     state = stop_table[state, tokens[length]]
     length += 1
-  if state < num_states - 1 and length < request.budget:
+  if state < last_state and length < request.budget:
     raise types.RunError(
         f'{address} ended a turn ({answer.finish!r}) after {length} of {request.budget} tokens, '
         'without a stop string or an eos id of the trainer: its generation_config.json names '
         'another eos id, or its context is shorter than config.rollout.max_total'
     )
   return types.Turn(tokens=np.array(tokens[:length], np.int32), logp=logp[:length])
-
-
-def _send(session, address, limits, path, body):
-  """Returns the JSON of an answer; {} for an empty answer and for a text."""
-  answer = http_client.send(session, address + path, body, limits)
-  try:
-    return json.loads(answer)
-  except ValueError:
-    return {}
 
 
 def check_agreement(
@@ -598,20 +585,19 @@ def check_agreement(
   length = max(map(len, prompts)) + _PROBE_TOKENS
   gaps = []
   for engine in sampler.fleet.engines:
-    turns = hosts.by_writer(
+    probes = hosts.by_writer(
         _sample_probes, sampler, engine, weights, prompts, temperature, at_start
     )
-    if turns is None:
+    if probes is None:
       continue
 
     def mean_gap(used_temperature):
       differences = []
-      for prompt, (tokens, logp) in zip(prompts, turns):
-        end = len(prompt) + len(tokens)
+      for ids, logp in probes:
         row = np.zeros((1, length), np.int32)  # one length: one program
-        row[0, :end] = [*prompt, *tokens]
-        ours = score(row, used_temperature)[0, len(prompt) : end]
-        differences.append(np.abs(ours - np.array(logp)))
+        row[0, : len(ids)] = ids
+        ours = score(row, used_temperature)[0, : len(ids)]
+        differences.append(np.abs(ours[-len(logp) :] - np.array(logp)))
       return float(np.concatenate(differences).mean())
 
     gap = mean_gap(temperature)
@@ -637,15 +623,16 @@ def check_agreement(
 
 
 def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
-  """Returns (tokens, log-probs) of a turn after each prompt; None if the engine is left out."""
+  """Returns (ids of prompt and turn, log-probs of the turn); None if the engine is left out."""
   fleet = sampler.fleet
   distribution = sampling.Distribution(temperature)
-  turns = []
+  silent_s = _START_S if at_start else _PROBE_S
+  probes = []
   for prompt in prompts:
     budget = min(_PROBE_TOKENS, sampler.max_slots - len(prompt))
     request = servers.TurnRequest(prompt, budget, fleet.stop_strings, distribution)
     try:
-      turn = _sample_probe(fleet, engine, request, weights, at_start)
+      turn = fleet.sample_from([engine], request, weights, silent_s, _PROBE_S)
     except http_client.Temporary as error:
       if not at_start:
         logging.warning('an engine is not checked: %s', error)
@@ -658,20 +645,6 @@ def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
       if not at_start:
         raise
       raise types.UserError(f'config.rollout.engine: {error}') from error
-    turns.append((turn.tokens.tolist(), turn.logp.tolist()))
-  return turns
-
-
-def _sample_probe(fleet, engine, request, weights, at_start):
-  """Returns a turn of this engine, after several attempts. Raises Temporary."""
-  started = time.monotonic()
-  while True:
-    fleet.check_stopped()
-    try:
-      return fleet.sample_once(engine, request, weights)
-    except http_client.Temporary as error:
-      limit_s = _START_S if at_start and error.is_silent else _PROBE_S
-      if time.monotonic() - started > limit_s:
-        raise
-      logging.log_every_n_seconds(logging.WARNING, 'waits for an engine: %s', 10, error)
-    time.sleep(_POLL_S)
+    ids = [*prompt, *turn.tokens.tolist()]
+    probes.append((ids, turn.logp.tolist()))
+  return probes

@@ -105,17 +105,6 @@ def join_turn(calls: Sequence[Call]) -> types.Turn:
   )
 
 
-@flax.struct.dataclass
-class _DecodeState:
-  """State of the decode loop."""
-
-  context: Context
-  lengths: jax.Array  # [B] int32, of the rows' contexts
-  sampled: DecodeResult
-  step: jax.Array  # tokens sampled per row in this call
-  stopped: jax.Array  # rows that stopped in this call
-
-
 class Sampler:
   """Compiled prefill and decode with static settings. Parameters are an argument, not a field.
 
@@ -144,9 +133,8 @@ class Sampler:
     self.steps = sizes.steps
     self._top_k = distribution.top_k
     self._row_settings = distribution.row_settings
-    some_key = jax.random.key(0)
-    key_data = jax.random.key_data(some_key)
-    self._no_key = np.asarray(key_data)
+    no_key = jax.random.key(0)
+    self._no_key = np.asarray(jax.random.key_data(no_key))
 
     shards = layout.num_shards(row_sharding, 'data')
     width = min(sizes.width or sizes.rows, sizes.rows)
@@ -159,27 +147,24 @@ class Sampler:
     # Whether prefill works on a whole group where it is, not on rows taken out of it.
     self.in_place = self.prefill_rows == self.width
     tile = config.cache_tile or 1
-    buckets = set()
-    for bucket in (*sizes.slot_buckets, self.max_slots):
-      bucket = min(bucket, self.max_slots)
-      bucket = sampling.round_up(bucket, tile)
-      buckets.add(bucket)
-    self.slot_buckets = tuple(sorted(buckets))
+    buckets = {min(bucket, self.max_slots) for bucket in sizes.slot_buckets}
+    buckets.add(self.max_slots)
+    tiled_buckets = {sampling.round_up(bucket, tile) for bucket in buckets}
+    self.slot_buckets = tuple(sorted(tiled_buckets))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
 
     num_states, num_ids = stop_table.shape
-    shape = (num_states, config.vocab_size)
-    table = np.zeros(shape, np.int32)
-    states = np.arange(num_states)
-    table[:] = states[:, None]  # ids without bytes keep the state
+    states = np.arange(num_states, dtype=np.int32)
+    table = np.repeat(states[:, None], config.vocab_size, axis=1)  # ids without bytes keep it
     table[:, :num_ids] = stop_table
-    for i in eos_ids:
-      if 0 <= i < config.vocab_size:
-        table[:, i] = num_states - 1
+    eos_columns = [i for i in eos_ids if 0 <= i < config.vocab_size]
+    table[:, eos_columns] = num_states - 1
     self.stop_table = table  # [states,V] on the host; its last state means that a turn has ended
 
-    mesh: Any = row_sharding and row_sharding.mesh
-    everywhere = mesh and sharding.replicated(mesh)  # every host reads these results
+    everywhere = None  # every host reads these results
+    if row_sharding is not None:
+      mesh: Any = row_sharding.mesh
+      everywhere = sharding.replicated(mesh)
     cache_sharding: Any = layout.of_context(row_sharding)
     logits_sharding: Any = row_sharding
     context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
@@ -193,7 +178,7 @@ class Sampler:
     self._grow = jax.jit(grow, static_argnums=1, out_shardings=context_sharding)
     results = (context_sharding, everywhere)
     jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
-    self._prefill = jit_in_place(self._prefill_chunk)
+    self._prefill = jit_in_place(self._append)
     self._decode = jit_in_place(self._decode_rows)
     self._take = jax.jit(_take, out_shardings=context_sharding)
     self._put = jax.jit(_put, donate_argnums=0, out_shardings=context_sharding)
@@ -223,13 +208,14 @@ class Sampler:
 
   def idle_rows(self, rows: int) -> DecodeRows:
     """Returns rows that do not change in a decode call, as NumPy arrays for the caller to fill."""
-    zeros = np.zeros(rows, np.int32)
+    shape = (3, rows)
+    lengths, stop_state, budgets = np.zeros(shape, np.int32)
     settings = np.array(self._row_settings, np.float32)
     return DecodeRows(
-        lengths=zeros,
+        lengths=lengths,
         keys=np.tile(self._no_key, (rows, 1)),
-        stop_state=zeros.copy(),
-        budgets=zeros.copy(),
+        stop_state=stop_state,
+        budgets=budgets,
         settings=np.tile(settings, (rows, 1)),
     )
 
@@ -347,128 +333,97 @@ class Sampler:
         'grow': self._grow.trace(small_group, slots),
     }
 
-  def _prefill_chunk(self, params, context, tokens, starts, lengths):
-    """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
+  def _append(self, params, context, tokens, starts, counts):
+    """Appends the first counts[b] of `tokens` [B,T] to row b, of which starts[b] slots are live.
 
-    Only the last real token's logits are computed; a row with length 0 keeps all it had.
+    Returns (context, (lengths [B], experts [B,T,L,A] where they are recorded)). Only the logits of
+    each row's last token are computed. A row without tokens keeps all it had.
+
+    Choice: each device has the whole logits of its rows. As in vLLM, this takes one gather per
+    token. A device of a 7B model on 4 devices receives 7 MB for 16 rows, much less than the weights
+    that it reads.
     """
-    x, cache, routes = self._run(params, context, tokens, starts, lengths)
-    last = jnp.maximum(lengths - 1, 0)
-    last = last[:, None, None]
-    x = jnp.take_along_axis(x, last, axis=1)
-    x = x[:, 0]
-    is_new = lengths > 0
-    logits = self._next_logits(params, x, is_new, context)
-    context = Context(cache.k, cache.v, logits)
-    return context, (cache.length, routes)
+    config = self.config
+    cache = decoder.KVCache(context.k, context.v, starts)
+    x, cache, routing = decoder.cached_trunk(params, config, tokens, None, cache, counts)
+    if tokens.shape[1] > 1:
+      last = jnp.maximum(counts - 1, 0)
+      x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+    logits = decoder.token_logits(params, config, x[:, 0])
+    num_parts = layout.num_shards(self.row_sharding, 'tensor')
+    if config.vocab_size % num_parts == 0:
+      logits = sharding.spread(logits, self._split_logits_sharding)
+    logits = sharding.spread(logits, self.row_sharding)
+    is_new = counts > 0
+    logits = jnp.where(is_new[:, None], logits, context.logits)
+    routes = None
+    if self.records_routes and routing is not None:
+      routes = moe.recorded_routes(routing, config.num_experts)
+    return Context(cache.k, cache.v, logits), (cache.length, routes)
 
   def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""
-    config = self.config
-    params = decoder.in_compute_dtype(params, config)
-    params = decoder.unstack_layers(params, config)
+    params = decoder.in_compute_dtype(params, self.config)
+    params = decoder.unstack_layers(params, self.config)
     keys = jax.random.wrap_key_data(rows.keys)
     fold_in = jax.vmap(jax.random.fold_in)
     draw = sampling.make_draw(rows.settings, self._top_k)
     max_steps, enough = limits
     stopped_state = len(stop_table) - 1
+    is_decoded = rows.budgets > 0
+    num_spare = jnp.maximum(jnp.sum(is_decoded) - enough, 0)
 
     def is_running(state):
-      any_alive = jnp.any(state.sampled.alive)
-      has_steps = state.step < max_steps
-      needs_more = state.stopped < enough
-      return any_alive & has_steps & needs_more
+      _, sampled, step = state
+      num_alive = jnp.sum(sampled.alive)
+      return (step < max_steps) & (num_alive > num_spare)
 
     def sample_one(state):
-      context = state.context
-      sampled = state.sampled
+      context, sampled, step = state
       alive = sampled.alive
-      token_keys = fold_in(keys, state.lengths)
+      lengths = rows.lengths + sampled.counts
+      token_keys = fold_in(keys, lengths)
       token, logp = draw(context.logits, token_keys)
-      tokens = token[:, None]
       one = alive.astype(jnp.int32)
-      x, cache, routes = self._run(params, context, tokens, state.lengths, one)
-      x = x[:, 0]
-      logits = self._next_logits(params, x, alive, context)
-      context = Context(cache.k, cache.v, logits)
+      context, (_, routes) = self._append(params, context, token[:, None], lengths, one)
       next_state = stop_table[sampled.stop_state, token]
       stop_state = jnp.where(alive, next_state, sampled.stop_state)
-      counts = sampled.counts + alive
-      is_stop = stop_state == stopped_state
-      has_budget = counts < rows.budgets
-      still_alive = alive & ~is_stop & has_budget
-      ended = alive & ~still_alive
+      counts = sampled.counts + one
+      continues = (stop_state != stopped_state) & (counts < rows.budgets)
 
       def set_column(array, values):
         values = jnp.where(alive, values, 0)
-        return array.at[:, state.step].set(values)
+        return array.at[:, step].set(values)
 
       if routes is not None:
-        origin = (0, state.step, 0, 0)
+        origin = (0, step, 0, 0)
         routes = jax.lax.dynamic_update_slice(sampled.routes, routes, origin)
       sampled = DecodeResult(
           tokens=set_column(sampled.tokens, token),
           logp=set_column(sampled.logp, logp),
           counts=counts,
           stop_state=stop_state,
-          alive=still_alive,
+          alive=alive & continues,
           routes=routes,
       )
-      num_ended = jnp.sum(ended)
-      return _DecodeState(
-          context=context,
-          lengths=cache.length,
-          sampled=sampled,
-          step=state.step + 1,
-          stopped=state.stopped + num_ended,
-      )
+      return context, sampled, step + 1
 
     shape = context.logits.shape[0], self.steps
     routes = None
     if self.records_routes:
-      routes = moe.no_routes(config, *shape)
+      routes = moe.no_routes(self.config, *shape)
     sampled = DecodeResult(
         tokens=jnp.zeros(shape, jnp.int32),
         logp=jnp.zeros(shape, jnp.float32),
         counts=jnp.zeros_like(rows.budgets),
         stop_state=rows.stop_state,
-        alive=rows.budgets > 0,
+        alive=is_decoded,
         routes=routes,
     )
-    state = _DecodeState(
-        context=context,
-        lengths=rows.lengths,
-        sampled=sampled,
-        step=jnp.zeros((), jnp.int32),
-        stopped=jnp.zeros((), jnp.int32),
-    )
-    state = jax.lax.while_loop(is_running, sample_one, state)
-    return state.context, state.sampled
-
-  def _run(self, params, context, tokens, starts, lengths):
-    """Runs tokens [B,T]: (output [B,T,D], cache, experts [B,T,L,A] where they are recorded)."""
-    cache = decoder.KVCache(context.k, context.v, starts)
-    x, cache, routing = decoder.cached_trunk(params, self.config, tokens, None, cache, lengths)
-    routes = None
-    if self.records_routes and routing is not None:
-      routes = moe.recorded_routes(routing, self.config.num_experts)
-    return x, cache, routes
-
-  def _next_logits(self, params, x, is_new, context):
-    """Returns the logits [B,V] of x [B,D], or the pending ones of rows that are not new.
-
-    Choice: each device has the whole logits of its rows. As in vLLM, this takes one gather per
-    token. A device of a 7B model on 4 devices receives 7 MB for 16 rows, much less than the weights
-    that it reads.
-    """
-    logits = decoder.token_logits(params, self.config, x)
-    num_parts = layout.num_shards(self.row_sharding, 'tensor')
-    is_divisible = self.config.vocab_size % num_parts == 0
-    if is_divisible:
-      logits = sharding.spread(logits, self._split_logits_sharding)
-    logits = sharding.spread(logits, self.row_sharding)
-    is_new = is_new[:, None]
-    return jnp.where(is_new, logits, context.logits)
+    first_step = jnp.zeros((), jnp.int32)
+    state = (context, sampled, first_step)
+    context, sampled, _ = jax.lax.while_loop(is_running, sample_one, state)
+    return context, sampled
 
 
 def _empty(config, rows, slots):

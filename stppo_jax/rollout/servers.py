@@ -60,8 +60,8 @@ class ServerApi(Protocol):
     """Ends a pause that a failed `load` may have left."""
     ...
 
-  def holds(self, send: Send, label: str) -> bool:
-    """Returns whether the engine has the weights that were loaded under a label."""
+  def labels(self, send: Send) -> list[str]:
+    """Returns the labels of the weights that the engine has, which may be those of its start."""
     ...
 
 
@@ -123,9 +123,9 @@ class VllmApi:
     """Ends a pause."""
     send('/resume', {})
 
-  def holds(self, send: Send, label: str) -> bool:
-    """Returns whether the engine has the weights of a label. It may keep no labels."""
-    return _unless_missing(send, '/weight_info', None).get('weight_version') == label
+  def labels(self, send: Send) -> list[str]:
+    """Returns the label of the engine's weights. An older vLLM keeps none."""
+    return [_unless_missing(send, '/weight_info', None).get('weight_version', '')]
 
 
 class VllmAdapterApi(VllmApi):
@@ -152,7 +152,7 @@ class VllmAdapterApi(VllmApi):
   def load(self, send: Send, folder: str, label: str) -> None:
     """Adds the adapter, and removes those that the run added before."""
     run = label.partition('-')[0]
-    old = [name for name in self._names(send) if name.partition('-')[0] == run]
+    old = [name for name in self.labels(send) if name.partition('-')[0] == run]
     send('/v1/load_lora_adapter', {'lora_name': label, 'lora_path': folder})
     for name in old:
       send('/v1/unload_lora_adapter', {'lora_name': name})
@@ -160,11 +160,8 @@ class VllmAdapterApi(VllmApi):
   def resume(self, send: Send) -> None:
     """Does nothing, because a new adapter needs no pause."""
 
-  def holds(self, send: Send, label: str) -> bool:
-    """Returns whether the engine has the adapter."""
-    return label in self._names(send)
-
-  def _names(self, send):
+  def labels(self, send: Send) -> list[str]:
+    """Returns the names of the adapters, and that of the model."""
     return [model['id'] for model in send('/v1/models', None)['data']]
 
 
@@ -213,15 +210,15 @@ class SglangApi:
     """Ends a pause."""
     send('/continue_generation', {})
 
-  def holds(self, send: Send, label: str) -> bool:
-    """Returns whether the engine has the weights of a label."""
-    return _unless_missing(send, '/model_info', None).get('weight_version') == label
+  def labels(self, send: Send) -> list[str]:
+    """Returns the label of the engine's weights."""
+    return [_unless_missing(send, '/model_info', None).get('weight_version', '')]
 
 
-APIS: Mapping[str, VllmApi | SglangApi] = {
-    'vllm': VllmApi(),
-    'sglang': SglangApi(),
-    'stppo': VllmApi(),
+APIS: Mapping[str, type[VllmApi | SglangApi]] = {
+    'vllm': VllmApi,
+    'sglang': SglangApi,
+    'stppo': VllmApi,
 }
 
 

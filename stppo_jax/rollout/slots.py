@@ -130,13 +130,8 @@ class SlotGroup:
 
   def decode(self, enough: int) -> sampler_lib.DecodeResult:
     """Starts to decode, until `enough` rows have stopped. Does not wait for the device."""
-    decoding = self.rows_in('decoding')
-    steps = self._reserve_steps(decoding)
-    slots = [sequence.slot for sequence in decoding]
-    inputs = self._decode_inputs(decoding, slots, self._sampler.width)
-    for slot, row in enumerate(self.rows):
-      if row is not None:  # rows that are not decoded are also written to, behind their end
-        inputs.lengths[slot] = row.length
+    steps = self._reserve_steps(self.rows_in('decoding'))
+    inputs = self._decode_inputs(self.rows, len(self.rows))
     self.context, sampled = self._sampler.decode(self.params, self.context, inputs, steps, enough)
     return sampled
 
@@ -147,11 +142,10 @@ class SlotGroup:
     """
     steps = self._reserve_steps(sequences)
     slots = [sequence.slot for sequence in sequences]
-    rows = range(len(sequences))
     few = self._sampler.take(self.context, slots)
-    inputs = self._decode_inputs(sequences, rows, few.logits.shape[0])
+    inputs = self._decode_inputs(sequences, self._sampler.prefill_rows)
     few, sampled = self._sampler.decode(self.params, few, inputs, steps, enough=self._sampler.width)
-    self.context = self._sampler.put(self.context, few, slots, rows)
+    self.context = self._sampler.put(self.context, few, slots, range(len(slots)))
     return sampled
 
   def _reserve_steps(self, sequences: Sequences) -> int:
@@ -160,18 +154,20 @@ class SlotGroup:
     self.reserve(longest + 1)
     return self.context.slots - longest
 
-  def _decode_inputs(
-      self, sequences: Sequences, rows: Iterable[int], num_rows: int
-  ) -> sampler_lib.DecodeRows:
-    """Returns the inputs of a decode call in which sequences[i] has the row rows[i]."""
+  def _decode_inputs(self, rows: Sequence[Any], num_rows: int) -> sampler_lib.DecodeRows:
+    """Returns the inputs of a decode call: rows[i] is the sequence in row i, or None."""
     inputs = self._sampler.idle_rows(num_rows)
-    for sequence, row in zip(sequences, rows):
-      inputs.lengths[row] = sequence.length
-      inputs.keys[row] = sequence.key
-      inputs.stop_state[row] = sequence.stop_state
-      inputs.budgets[row] = sequence.budget
-      if sequence.settings is not None:
-        inputs.settings[row] = sequence.settings
+    for i, row in enumerate(rows):
+      if row is None:
+        continue
+      inputs.lengths[i] = row.length  # an idle row is also written to, behind its end
+      if row.phase != 'decoding':
+        continue
+      inputs.keys[i] = row.key
+      inputs.stop_state[i] = row.stop_state
+      inputs.budgets[i] = row.budget
+      if row.settings is not None:
+        inputs.settings[i] = row.settings
     return inputs
 
   def _prefill(self, context, sequences):
