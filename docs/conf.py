@@ -12,6 +12,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import references  # after sys.path
 
+from scripts import notebook_heads
+
 project = 'stppo_jax'
 author = 'the authors of stppo_jax'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'references']
@@ -20,6 +22,7 @@ exclude_patterns = ['_build', '**/.ipynb_checkpoints']
 myst_enable_extensions = ['colon_fence', 'deflist', 'substitution']
 myst_heading_anchors = 3
 myst_substitutions = references.variant_settings()
+myst_substitutions['colab'] = notebook_heads.colab_note(notebook_heads.repository())
 nb_execution_mode = 'off'
 
 # Types such as Literal['text'] look like names of attributes.

@@ -2,17 +2,22 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import pathlib
 import re
 import sys
 import tempfile
+import types
 import unittest
 from unittest import mock
+import zipfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import pytest
+
+from scripts import notebook_heads
 
 REPO = pathlib.Path(__file__).parent.parent
 FOLDER = REPO / 'notebooks'
@@ -75,10 +80,47 @@ class StoredTest(parameterized.TestCase):
       found = lambda package, missing=missing: None if package == missing else find(package)
       with mock.patch.object(importlib.util, 'find_spec', found):
         exec(first, {})
-      installed = [call.args[0][-2:] for call in run.call_args_list]
-      expected = [['requirements.txt', 'matplotlib']] if missing else []
+      installed = [call.args[0][5:8] for call in run.call_args_list]
+      expected = [['-r', 'requirements.txt', 'matplotlib']] if missing else []
       self.assertEqual(installed, expected, missing)
       run.reset_mock()
+
+  def test_first_cell_unpacks_archive_that_colab_uploads(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    self.enterContext(contextlib.chdir(folder))
+    self.enterContext(mock.patch.object(sys, 'path', list(sys.path)))
+    self.enterContext(mock.patch.dict(os.environ))
+    os.environ.pop('STPPO_JAX', None)
+
+    def upload():
+      with zipfile.ZipFile('stppo_jax (1).zip', 'w') as archive:
+        archive.writestr('stppo_jax/run.py', '')
+      return {'stppo_jax (1).zip': b''}
+
+    colab = types.ModuleType('google.colab')
+    colab.files = types.SimpleNamespace(upload=mock.Mock(side_effect=upload))
+    modules = {'google': types.ModuleType('google'), 'google.colab': colab}
+    self.enterContext(mock.patch.dict(sys.modules, modules))
+    self.enterContext(mock.patch('subprocess.run'))  # pip, if a package is missing
+    first = code_cells(NAMES[0])[0].source
+    exec(first, {})
+    self.assertEqual(os.path.basename(os.getcwd()), 'stppo_jax')
+    exec(first, {})  # a second time it has nothing to do
+    colab.files.upload.assert_called_once()
+
+  @parameterized.parameters(*NAMES)
+  def test_head_is_that_of_notebook_heads(self, name):
+    notebook = json.loads((FOLDER / name).read_text(encoding='utf-8'))
+    written = notebook_heads.with_head(name, notebook, notebook_heads.repository())
+    self.assertEqual(notebook, written, 'run python -m scripts.notebook_heads')
+
+  def test_badge_opens_notebook_of_public_repository(self):
+    notebook = json.loads((FOLDER / NAMES[0]).read_text(encoding='utf-8'))
+    address = 'https://github.com/owner/name'
+    title, code, *_ = notebook_heads.with_head(NAMES[0], notebook, address)['cells']
+    self.assertIn(f'/github/owner/name/blob/main/notebooks/{NAMES[0]})', ''.join(title['source']))
+    self.assertIn(f"'{address}', 'stppo_jax']", ''.join(code['source']))
+    self.assertNotIn('shutil', ''.join(code['source']))
 
   @parameterized.parameters(*NAMES)
   def test_is_stored_with_outputs(self, name):

@@ -34,7 +34,7 @@ class RecipesTest(parameterized.TestCase):
     self.assertEmpty(set(re.findall(r'--config\.([\w.]+)', text)) - known)
     self.assertIn('--config.data.source=', text)  # the experiment has no embedded questions
     self.assertIn('--config.retriever.url=', text)
-    for path in re.findall(r'--config=(\S+)', text):
+    for path in re.findall(r'(experiments/\w+\.py)', text):
       self.assertTrue((FOLDER.parent.parent / path).is_file(), path)
 
   @parameterized.parameters(*SCRIPTS)

@@ -2,17 +2,20 @@
 # One node with 8 GPUs: GPUs 0 to 3 train, and vLLM samples on each of GPUs 4 to 7.
 # Not run yet.
 #
-#   VLLM_PYTHON=/path/of/venv_vllm/bin/python bash docs/recipes/one_node.sh \
-#     models/Qwen2.5-3B data/train.parquet,data/test.parquet http://HOST:8000/retrieve runs/one_node
+#   PYTHON=.venv/bin/python VLLM_PYTHON=.vllm/bin/python bash docs/recipes/one_node.sh \
+#     experiments/grpo_7b.py models/Qwen2.5-7B data/train.parquet,data/test.parquet \
+#     http://HOST:8000/retrieve runs/grpo_7b
 #
-# A model of 7B with a critic does not fit on four GPUs of 80 GB, see --mode=plan.
+# Further arguments go to run.py. A model of 7B fits on four GPUs of 80 GB without a critic, and a
+# model of 3B with a critic (experiments/st_ppo_7b.py), see --mode=plan.
 set -euo pipefail
 set -m  # each background job is a process group of its own, which can be ended as a whole
 
-model=$1
-data=$2
-retriever=$3
-workdir=$4
+experiment=$1
+model=$2
+data=$3
+retriever=$4
+workdir=$5
 python=${PYTHON:-python}
 mkdir -p "$workdir"
 
@@ -51,14 +54,14 @@ for engine in "${engines[@]}"; do
 done
 
 CUDA_VISIBLE_DEVICES=0,1,2,3 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "$python" run.py \
-  --config=experiments/st_ppo_7b.py --config.name=st_ppo_3b \
+  --config="$experiment" \
   --config.model.folder="$model" \
   --config.data.source="$data" \
   --config.retriever.url="$retriever" \
   --config.train.micro_batch=4 \
   --config.rollout.engine="$(IFS=,; echo "${engines[*]}")" \
   --config.pipeline.staleness=1 \
-  --workdir="$workdir" &
+  --workdir="$workdir" "${@:6}" &
 trainer=$!
 trap 'kill -TERM "$trainer"; wait "$trainer"' TERM INT  # the run saves before it ends
 wait "$trainer"
