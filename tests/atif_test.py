@@ -90,14 +90,14 @@ def place(record):
   return {'step': record['step'], 'kind': record['kind'], 'row': 0}
 
 
-def parts(rows):
+def parts(episodes):
   """(prompt, [(tokens, observation)]) of each row."""
   return [
       (
-          row.episode.prompt.tolist(),
-          [(turn.tokens.tolist(), turn.observation.tolist()) for turn in row.episode.turns],
+          episode.prompt.tolist(),
+          [(turn.tokens.tolist(), turn.observation.tolist()) for turn in episode.turns],
       )
-      for row in rows
+      for episode in episodes
   ]
 
 
@@ -180,13 +180,13 @@ class RoundTripTest(parameterized.TestCase):
       if trajectory_validator is not None:
         validator = trajectory_validator.TrajectoryValidator()
         self.assertTrue(validator.validate(document), validator.get_errors())
-      (row,) = atif_reader.AtifReader(tokenizer).rows(document, 'n')
-      self.assertEqual(episodes_lib.to_records([row.episode], tokenizer, 7, 'train'), records)
+      (again,) = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
+      self.assertEqual(episodes_lib.to_records([again], tokenizer, 7, 'train'), records)
     for shape in ([9**9, 2, 2], [2, 9**9, 2], [2, 2]):
       foreign = json.loads(json.dumps(atif_writer.document(episode, kept, tokenizer, 'm', 'n')))
       foreign['extra']['stppo_jax']['routes'][0][1] = shape
       with self.assertRaisesRegex(ValueError, r'routes of shape \['):
-        atif_reader.AtifReader(tokenizer).rows(foreign, 'n')
+        atif_reader.AtifReader(tokenizer).episodes(foreign, 'n')
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     user, search, answer = document['steps']
     self.assertEqual((user['source'], user['message']), ('user', 'which?'))
@@ -226,8 +226,8 @@ class RoundTripTest(parameterized.TestCase):
     (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
     kept = place(record)
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
-    exact = atif_reader.AtifReader(tokenizer).rows(document, 'n')
-    again = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
+    exact = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
+    again = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
     self.assertEqual(parts(again), parts(exact))
 
   def test_names_in_a_page_are_no_control_tokens_of_another_tokenizer(self):
@@ -243,8 +243,8 @@ class RoundTripTest(parameterized.TestCase):
     other = chat.load_tokenizer(
         chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
     )
-    (row,) = atif_reader.AtifReader(other, retokenize=True).rows(document, 'n')
-    found = row.episode.turns[0].observation.tolist()
+    (row,) = atif_reader.AtifReader(other, retokenize=True).episodes(document, 'n')
+    found = row.turns[0].observation.tolist()
     inert = page.replace('</search>', '< /search>').replace('<think>', '< think>')
     self.assertEqual(other.decode(found), inert)
     self.assertNoCommonElements(found, other.added_ids)
@@ -259,10 +259,10 @@ class RoundTripTest(parameterized.TestCase):
     (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
     kept = place(record)
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
-    (row,) = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
+    (row,) = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
     self.assertEqual(parts([row]), [(prompt.tolist(), [])])
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
-      atif_reader.AtifReader(tiny(), retokenize=True).rows(document, 'n')
+      atif_reader.AtifReader(tiny(), retokenize=True).episodes(document, 'n')
 
   def test_tools_of_the_run_are_calls(self):
     said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -303,27 +303,27 @@ class ReaderTest(parameterized.TestCase):
         by_ids('hi', later, odd),
         by_ids('hi', other, odd, [-0.3, -0.4]),  # the context was rewritten
     )
-    rows = atif_reader.AtifReader(tokenizer).rows(document, 'n')
+    rows = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
     self.assertEqual(
         parts(rows), [(asked, [(odd, tokenizer.encode('seen')), (odd, [])]), (other, [(odd, [])])]
     )
-    first, second = rows[0].episode.turns
+    first, second = rows[0].turns
     np.testing.assert_array_equal(first.logp, np.float32([-0.1, -0.2]))
     self.assertTrue(np.isnan(second.logp).all())
-    self.assertEqual(rows[0].episode.task, types.Task('s', 'go', dataset='other-agent'))
+    self.assertEqual(rows[0].task, types.Task('s', 'go', dataset='other-agent'))
 
   def test_prompt_without_a_user_is_read(self):
-    (row,) = atif_reader.AtifReader(tiny()).rows(make(by_ids('hi', [70], [71])), 'n')
+    (row,) = atif_reader.AtifReader(tiny()).episodes(make(by_ids('hi', [70], [71])), 'n')
     self.assertEqual(parts([row]), [([70], [([71], [])])])
-    self.assertEqual(row.episode.task.question, '')
+    self.assertEqual(row.task.question, '')
 
   def test_ids_of_another_tokenizer_need_retokenize(self):
     tokenizer = tiny()
     for ids, said in (([5, 6, 7], 'would read'), ([10**6], 'has no id 1000000')):
       document = make(step('user', 'go on'), by_ids('hi', ids, [5]))
       with self.assertRaisesRegex(UserError, f'^[^\n]*another tokenizer[^\n]*{said}[^\n]*$'):
-        atif_reader.AtifReader(tokenizer).rows(document, 'n')
-      rows = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
+        atif_reader.AtifReader(tokenizer).episodes(document, 'n')
+      rows = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
       self.assertEqual(parts(rows), [(tokenizer.encode('go on'), [(tokenizer.encode('hi'), [])])])
 
   @parameterized.parameters(None, CHATML)
@@ -344,12 +344,12 @@ class ReaderTest(parameterized.TestCase):
         step('agent', 'by rule', llm_call_count=0),
         step('agent', [{'type': 'text', 'text': 'done'}], observation={'results': []}),
     )
-    (row,) = atif_reader.AtifReader(tokenizer).rows(document, 'n')
+    (row,) = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
     call = '<tool_call>\n{"name": "ls", "arguments": {"a": 1}}\n</tool_call>'
     turns = [f'<think>\nHm\n</think>\n\nListing.\n{call}', 'done']
     end = [] if chat_template is None else [tokenizer.eos_ids[0]]
     self.assertEqual(
-        [turn.tokens.tolist() for turn in row.episode.turns],
+        [turn.tokens.tolist() for turn in row.turns],
         [[*tokenizer.encode(text), *end] for text in turns],
     )
     messages = [
@@ -365,16 +365,16 @@ class ReaderTest(parameterized.TestCase):
         )
     ]
     template = template_lib.Template(tokenizer, 100)
-    tokens, turn_ids, logp = row.episode.unroll()
+    tokens, turn_ids, logp = row.unroll()
     if chat_template is not None:
-      whole = [*template.encode(messages), *row.episode.turns[1].tokens]
+      whole = [*template.encode(messages), *row.turns[1].tokens]
       self.assertEqual(tokens.tolist(), whole)
     self.assertEqual(
         tokenizer.decode(tokens[turn_ids == 0]).replace('<|im_start|>', '').count('by rule'), 1
     )
     self.assertTrue(np.isnan(logp[turn_ids > 0]).all())
-    self.assertEqual([turn.action for turn in row.episode.turns], ['tool', 'other'])
-    imitated = sft.from_episode(row.episode)
+    self.assertEqual([turn.action for turn in row.turns], ['tool', 'other'])
+    imitated = sft.from_episode(row)
     self.assertEqual(imitated.tokens[imitated.weights == 1].tolist(), tokens[turn_ids > 0].tolist())
 
   def test_a_folder_of_trials(self):
@@ -403,13 +403,9 @@ class ReaderTest(parameterized.TestCase):
     self.assertIn('5 trajectories are left out', self.told[0])
 
   def test_a_trajectory_of_several_rows_is_one_episode(self):
-    """Its first row earns .25 on its turn, and the trial 1: 1.25 in all, against 0 and 0."""
+    """Both of its rows have the trial's reward of 1, which counts once: 1 against 0 and 0."""
     asked = step('user', 'q')
-    rewritten = make(
-        asked,
-        by_ids('a', [70], [71], [-0.5], extra={'reward': 0.25}),
-        by_ids('b', [72], [73], [-0.5]),
-    )
+    rewritten = make(asked, by_ids('a', [70], [71], [-0.5]), by_ids('b', [72], [73], [-0.5]))
     single = make(asked, by_ids('c', [70], [71], [-0.5]))
     for name, document, reward in (('a', rewritten, 1), ('b', single, 0), ('c', single, 0)):
       self.write(f'{name}/agent/trajectory.json', document)
@@ -422,12 +418,12 @@ class ReaderTest(parameterized.TestCase):
     self.assertEqual([e.number for e in first.episodes], [0, 0, 1])
     self.assertEqual([e.number for e in second.episodes], [0])
     self.assertEqual([e.number for e in whole.episodes], [0, 0, 1, 2])
-    self.assertEqual([e.score for e in whole.episodes], [1.25, 1, 0, 0])
-    self.assertEqual([e.whole_score for e in whole.episodes], [1.25, 1.25, 0, 0])
+    self.assertEqual([e.score for e in whole.episodes], [1, 1, 0, 0])
+    self.assertEqual([e.whole_score for e in whole.episodes], [1, 1, 0, 0])
     batch = batching.to_turn_batch(whole.episodes, (8,))
     variant = dataclasses.replace(variants.VARIANTS['grpo'], advantage='group_centred')
     found = np.asarray(advantages.estimate(batch, variant).advantages)[:, 1]
-    third = 1.25 / 3
+    third = 1 / 3
     np.testing.assert_allclose(found, [2 * third, 2 * third, -third, -third], rtol=1e-6)
 
   @parameterized.parameters(
@@ -460,7 +456,7 @@ class ReaderTest(parameterized.TestCase):
     self.assertEmpty(list(pathlib.Path(FOLDER).rglob('escaped*')))
     for kind in saved.KINDS:
       document['extra']['stppo_jax'] |= kept | {'kind': kind}
-      self.assertLen(atif_reader.AtifReader(tokenizer).rows(document, 'n'), 1)
+      self.assertLen(atif_reader.AtifReader(tokenizer).episodes(document, 'n'), 1)
 
   def test_nothing_to_read_is_one_line(self):
     with self.assertRaisesRegex(UserError, '^[^\n]*no trajectory that can be read[^\n]*$'):

@@ -5,13 +5,10 @@ that resamples questions within each data set.
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +37,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
   1 - C(n - c, k) / C(n, k): the share of subsets of size k with at least one that passed, an
   unbiased estimate. Chen et al., arXiv 2107.03374, eq. 1.
   """
-  return 1 - math.comb(n - passed, k) / math.comb(n, k)
+  num_subsets = math.comb(n, k)
+  return 1 - math.comb(n - passed, k) / num_subsets
 
 
 def pass_hat_k(n: int, passed: int, k: int) -> float:
@@ -49,19 +47,20 @@ def pass_hat_k(n: int, passed: int, k: int) -> float:
   C(c, k) / C(n, k): the share of subsets of size k that passed as a whole. Yao et al. (tau-bench),
   arXiv 2406.12045, section 3.
   """
-  return math.comb(passed, k) / math.comb(n, k)
+  num_subsets = math.comb(n, k)
+  return math.comb(passed, k) / num_subsets
 
 
 def ks(n: int) -> list[int]:
   """Returns the k of pass@k for n samples: powers of two below n, and n."""
   powers = {2**i for i in range(n.bit_length())}
-  return sorted(k for k in powers | {n} if k <= n)
+  return sorted(powers | {n})
 
 
 def groups(samples: Samples) -> list[Group]:
   """Returns estimates over all questions, by data set, by hops, and by number of turns.
 
-  Choice: a sample passes if its main score is 1 or more. By turns, a group holds the episodes with
+  Choice: a sample passes if its main score is 1 or more. By turns, a group holds the samples with
   that many turns, and has no pass@k, because turns are no property of a question. The mean of the
   data sets gives each the same weight.
   """
@@ -71,85 +70,80 @@ def groups(samples: Samples) -> list[Group]:
   result = [_group('all', questions)]
   if len(by_dataset) > 1:
     result.append(_group('mean of the data sets', questions, weigh_datasets=True))
-    result += [_group(f'data set {name}', part) for name, part in by_dataset.items()]
+    for name, part in by_dataset.items():
+      result.append(_group(f'data set {name}', part))
   if any(by_hops):
     names = {0: 'hops unknown', 1: '1 hop'}
     for hops, part in by_hops.items():
       result.append(_group(names.get(hops, f'{hops} hops'), part))
-  for turns in sorted({len(episode.turns) for part in questions for episode in part}):
-    part = [[x for x in episodes if len(x.turns) == turns] for episodes in questions]
-    part = [episodes for episodes in part if episodes]
+  by_turns: dict[int, dict[str, list[types.Episode]]] = collections.defaultdict(dict)
+  for question, episodes in samples.items():
+    for episode in episodes:
+      by_turns[len(episode.turns)].setdefault(question, []).append(episode)
+  for turns in sorted(by_turns):
     name = '1 turn' if turns == 1 else f'{turns} turns'
-    result.append(_group(name, part, is_pooled=True))
+    result.append(_group(name, list(by_turns[turns].values()), has_passes=False))
   return result
 
 
-Questions = Sequence[Sequence[types.Episode]]  # the samples of each question
-
-
-def _split(questions: Questions, key: Callable[[types.Task], Any]) -> dict[Any, Questions]:
-  """Returns the questions by a property of their tasks, in its order."""
+def _split(questions, key):
+  """Returns the questions, lists of their samples, by a property of their tasks, in its order."""
   parts = collections.defaultdict(list)
-  for episodes in questions:
-    parts[key(episodes[0].task)].append(episodes)
+  for samples in questions:
+    parts[key(samples[0].task)].append(samples)
   return dict(sorted(parts.items()))
 
 
-def _group(
-    name: str, questions: Questions, weigh_datasets: bool = False, is_pooled: bool = False
-) -> Group:
+def _group(name, questions, weigh_datasets=False, has_passes=True):
   """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k.
 
-  Each question has the same weight. If `is_pooled`, each episode has, and there is no pass@k.
+  Each question has the same weight, or each data set.
   """
-  by_dataset = list(_split(questions, lambda task: task.dataset).values())
-  questions = [episodes for part in by_dataset for episodes in part]
+  by_dataset = _split(questions, lambda task: task.dataset).values()
+  questions = [samples for part in by_dataset for samples in part]
   ends = np.cumsum([len(part) for part in by_dataset])[:-1]
-  counts = np.array([len(samples) for samples in questions])
-  weights = counts if is_pooled else np.ones(len(questions))
 
-  def mean(column, at):
-    """Returns the mean of the questions with the numbers `at` [.., questions]."""
-    at = at.astype(int)
-    parts = np.split(at, ends, axis=-1) if weigh_datasets else [at]
-    means = []
-    for part in parts:
-      total = (weights * column)[part].sum(axis=-1)
-      means.append(total / weights[part].sum(axis=-1))
+  def mean(values):
+    """Returns the mean of values [.., questions]."""
+    parts = np.split(values, ends, axis=-1) if weigh_datasets else [values]
+    means = [part.mean(axis=-1) for part in parts]
     return np.mean(means, axis=0)
 
-  strata = np.split(np.arange(len(questions)), ends)
+  columns = _scores(questions)
+  if has_passes:
+    columns |= _passes(questions)
   estimates = {}
-  for metric, column in _values(questions, has_passes=not is_pooled).items():
-    estimate = functools.partial(mean, column)
-    estimates[metric] = statistics.bootstrap(estimate, [strata], reps=REPS)
-  return Group(name, len(questions), int(counts.sum()), estimates)
+  for metric, column in columns.items():
+    strata = np.split(np.array(column), ends)
+    estimates[metric] = statistics.bootstrap(mean, [strata], reps=REPS)
+  num_episodes = sum(map(len, questions))
+  return Group(name, len(questions), num_episodes, estimates)
 
 
-def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
-  """Returns one value per question of each metric: the mean over its samples, or pass@k."""
+def _scores(questions):
+  """Returns one value per question of each metric: the mean over its samples."""
+  columns = collections.defaultdict(list)
   episodes = [episode for samples in questions for episode in samples]
-  values = {}
-  for name in dict.fromkeys(name for episode in episodes for name in episode.core_metrics):
-    values[name] = _means(questions, lambda episode: episode.metrics.get(name, 0.0))
-  values['score'] = _means(questions, lambda episode: episode.score)
+  names = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
+  for samples in questions:
+    for name in names:
+      values = [episode.metrics.get(name, 0.0) for episode in samples]
+      columns[name].append(np.mean(values))
+    columns['score'].append(np.mean([episode.score for episode in samples]))
+  return columns
+
+
+def _passes(questions):
+  """Returns pass@k and pass^k of each question, if all have several samples."""
   fewest = min(map(len, questions))
-  if not has_passes or fewest == 1:
-    return values
-  sizes = [len(samples) for samples in questions]
-  passed = []
+  columns = {}
+  if fewest == 1:
+    return columns
+  counts = []
   for samples in questions:
-    passed.append(sum(episode.main_score >= PASSING for episode in samples))
-  for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
-    for k in ks(fewest):
-      shares = [function(n, c, k) for n, c in zip(sizes, passed)]
-      values[f'{label}{k}'] = np.array(shares)
-  return values
-
-
-def _means(questions: Questions, value: Callable[[types.Episode], float]) -> np.ndarray:
-  """Returns the mean of a value over the samples of each question."""
-  means = []
-  for samples in questions:
-    means.append(np.mean([value(episode) for episode in samples]))
-  return np.array(means)
+    passed = sum(episode.main_score >= PASSING for episode in samples)
+    counts.append((len(samples), passed))
+  for k in ks(fewest):
+    columns[f'pass@{k}'] = [pass_at_k(n, passed, k) for n, passed in counts]
+    columns[f'pass^{k}'] = [pass_hat_k(n, passed, k) for n, passed in counts]
+  return columns

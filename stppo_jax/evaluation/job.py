@@ -132,24 +132,20 @@ def _results(
     for group in estimates.groups(samples):
       groups.append(dataclasses.replace(group, name=prefix + group.name))
   scores = scores_lib.scores(episodes)
+  outcome_counts = outcomes.from_metrics('val-outcome', scores)
+  ended = ', '.join(f'{name} {number}' for name, number in outcome_counts.items() if number)
+  remarks = f'{scores["val-aux/agent_turns/mean"]:.2f} turns per episode; {ended}.'
   title = f'{config.data.eval_split}, {_sampling_text(config)}: {player.description}'
-  text = table.text(title, groups, _remarks(scores))
+  text = table.text(title, groups, remarks)
   results = {
       'title': title,
       'samples': config.eval.samples,
       'scores': scores,
-      'outcomes': outcomes.from_metrics('val-outcome', scores),
+      'outcomes': outcome_counts,
       'groups': [dataclasses.asdict(group) for group in groups],
   }
   folder.write_results(results, text)
   return EvaluationResults(folder.path, scores, groups, text)
-
-
-def _remarks(scores: Mapping[str, float]) -> str:
-  """Returns one line about how the episodes ended."""
-  counts = outcomes.from_metrics('val-outcome', scores)
-  texts = [f'{name} {number}' for name, number in counts.items() if number]
-  return f'{scores["val-aux/agent_turns/mean"]:.2f} turns per episode; {", ".join(texts)}.'
 
 
 def _settings(config: Config, player: players.Player) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ from stppo_jax.types import UserError
 _ROUNDS = 4  # a batch holds this many times the episodes in progress at once
 
 
-class Player(Protocol):
+class Player:
   """Plays the questions of an evaluation."""
 
   tasks: Sequence[types.Task]
@@ -48,7 +47,7 @@ class Player(Protocol):
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
     """Plays rows, in any order."""
-    ...
+    raise NotImplementedError
 
 
 def temperature(config: Config) -> float:
@@ -107,12 +106,8 @@ def check_failures(config: Config, episodes: Sequence[types.Episode]) -> None:
   pipeline.check_environment(episodes, config.rollout.max_failed)
 
 
-class LocalPlayer:
+class LocalPlayer(Player):
   """A checkpoint of a run, or the model before training, played by the run's own agent."""
-
-  tasks: Sequence[types.Task]
-  rows_per_episode: int
-  identity: Mapping[str, Any]
 
   def __init__(self, config: Config, workdir: str, stop_requested: Callable[[], bool]):
     policy, prepared, self.tasks = policy_lib.load(config, workdir)

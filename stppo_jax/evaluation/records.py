@@ -71,8 +71,7 @@ class EvaluationFolder:
     with workdir_lib.lock(self.path):
       if os.path.exists(self._lines) and os.path.getsize(self._lines):
         self._check_settings()
-      config = json.dumps(self._settings, indent=2)
-      workdir_lib.write_whole(os.path.join(self.path, 'config.json'), config)
+      self._write('config.json', json.dumps(self._settings, indent=2))
       provenance.record(self.path)
       with open(self._lines, 'ab+') as self._file:
         self._file.seek(0)
@@ -81,8 +80,9 @@ class EvaluationFolder:
 
   def add(self, played: PlayedRow) -> None:
     """Appends the line of an episode: `Episode.to_dict`, the sample, and the texts of the turns."""
-    turns = [{'agent': text, 'observation': observation} for text, observation in played.texts]
-    line = {**played.episode.to_dict(), 'sample': played.row.sample, 'turns': turns}
+    line = played.episode.to_dict()
+    line['sample'] = played.row.sample
+    line['turns'] = [{'agent': text, 'observation': read} for text, read in played.texts]
     self._file.write(json.dumps(line).encode() + b'\n')
     self._file.flush()
 
@@ -111,9 +111,11 @@ class EvaluationFolder:
 
   def write_results(self, results: Mapping[str, Any], table: str) -> None:
     """Writes results.json and results.md."""
-    text = json.dumps(results, indent=2)
-    workdir_lib.write_whole(os.path.join(self.path, 'results.json'), text)
-    workdir_lib.write_whole(os.path.join(self.path, 'results.md'), table)
+    self._write('results.json', json.dumps(results, indent=2))
+    self._write('results.md', table)
+
+  def _write(self, name, text):
+    workdir_lib.write_whole(os.path.join(self.path, name), text)
 
   def _check_settings(self):
     if different := workdir_lib.differences(self.path, self._settings):
@@ -133,8 +135,8 @@ def samples_by_agent(
   """
   samples: dict[str, dict[str, list[types.Episode]]] = {}
   for episode in episodes:
-    prefix = f'{episode.role}: ' if episode.role else ''
-    by_question = samples.setdefault(prefix, {})
     if not episode.absent:
+      prefix = f'{episode.role}: ' if episode.role else ''
+      by_question = samples.setdefault(prefix, {})
       by_question.setdefault(episode.task.id, []).append(episode)
-  return {prefix: by_question for prefix, by_question in samples.items() if by_question}
+  return samples

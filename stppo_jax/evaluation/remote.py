@@ -41,13 +41,11 @@ _DECLARED = (
 )
 
 
-class RemotePlayer:
+class RemotePlayer(players.Player):
   """A model at an address. A thread plays each episode."""
 
-  tasks: Sequence[types.Task]
   rows_per_episode = 1
   batch = 0
-  identity: Mapping[str, Any]
 
   def __init__(self, config: Config, stop_requested: Callable[[], bool]):
     if jax.process_count() > 1:

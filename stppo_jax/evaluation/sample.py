@@ -57,9 +57,11 @@ def sample(
       logging.info('stopped before %s: the same command continues there', path)
       break
     if hosts.is_writer():
-      episodes_lib.write_lines(path, episodes_lib.batch_records(batch, agent.tokenizer, number))
+      records = episodes_lib.batch_records(batch, agent.tokenizer, number)
+      episodes_lib.write_lines(path, records)
     scores = [episode.main_score for episode in batch.episodes]
-    logging.info('%s: %d episodes, mean score %.3f', path, len(scores), sum(scores) / len(scores))
+    mean_score = sum(scores) / len(scores)
+    logging.info('%s: %d episodes, mean score %.3f', path, len(scores), mean_score)
   return folder
 
 
@@ -69,5 +71,6 @@ def folder_name(config: Config, workdir: str, updates: int) -> str:
   depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}
   depends |= {'episodes': config.train.episodes} | prepare.sources(config)
   depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
-  digest = zlib.crc32(json.dumps(depends, sort_keys=True).encode())
+  text = json.dumps(depends, sort_keys=True)
+  digest = zlib.crc32(text.encode())
   return f'{config.data.train_split}_{updates:06d}_{digest:08x}'

@@ -21,11 +21,15 @@ class Estimate:
 
   def covers(self, value: float) -> bool:
     """Returns whether a value lies in the interval."""
-    return self.low is not None and self.high is not None and self.low <= value <= self.high
+    if self.low is None or self.high is None:
+      return False
+    return self.low <= value <= self.high
 
   def is_within(self, low: float, high: float) -> bool:
     """Returns whether the interval lies in another."""
-    return self.low is not None and self.high is not None and low <= self.low and self.high <= high
+    if self.low is None or self.high is None:
+      return False
+    return low <= self.low and self.high <= high
 
 
 def bootstrap(
@@ -54,13 +58,18 @@ def bootstrap(
     return Estimate(value, None, None)
 
   def resample(part, n):
-    return part[generator.integers(len(part), size=(n, len(part)))]
+    size = len(part)
+    numbers = generator.integers(size, size=(n, size))
+    return part[numbers]
 
   drawn = []
   for first in range(0, reps, _AT_ONCE):
     n = min(_AT_ONCE, reps - first)
-    resampled = [np.concatenate([resample(x, n) for x in parts], axis=-1) for parts in strata]
-    drawn.append(function(*resampled))
-  bounds = [(1 - level) / 2, (1 + level) / 2]
-  low, high = np.quantile(np.concatenate(drawn), bounds)
+    samples_again = []
+    for parts in strata:
+      parts_again = [resample(part, n) for part in parts]
+      samples_again.append(np.concatenate(parts_again, axis=-1))
+    drawn.append(function(*samples_again))
+  tail = (1 - level) / 2
+  low, high = np.quantile(np.concatenate(drawn), [tail, 1 - tail])
   return Estimate(value, float(low), float(high))

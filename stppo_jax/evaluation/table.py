@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import statistics
 
-_PASSES = ('pass@', 'pass^')
-
 
 def text(title: str, groups: Sequence[estimates.Group], remarks: str) -> str:
   """Returns title, remarks, a table of scores and, with samples, one of pass@k and pass^k."""
-  metrics = dict.fromkeys(name for group in groups for name in group.estimates)
-  scores = [name for name in metrics if not name.startswith(_PASSES)]
-  passes = [name for name in metrics if name.startswith(_PASSES)]
+  scores = []
+  passes = []
+  for name in dict.fromkeys(name for group in groups for name in group.estimates):
+    is_pass = name.startswith(('pass@', 'pass^'))
+    names = passes if is_pass else scores
+    names.append(name)
   passes.sort(key=lambda name: (name[:5], int(name[5:])))
   parts = [title, remarks, _table(groups, scores)]
   if passes:
@@ -23,25 +24,26 @@ def text(title: str, groups: Sequence[estimates.Group], remarks: str) -> str:
   return '\n\n'.join(parts) + '\n'
 
 
-def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
+def _table(groups, names):
   rows = [['', 'questions', 'episodes', *names]]
   for group in groups:
-    cells = [cell(group.estimates.get(name)) for name in names]
-    rows.append([group.name, str(group.questions), str(group.episodes), *cells])
+    row = [group.name, str(group.questions), str(group.episodes)]
+    row += [cell(group.estimates.get(name)) for name in names]
+    rows.append(row)
   return aligned(rows)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
   """Returns rows as a Markdown table of right-aligned columns. The first row is the heading."""
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  rule = [':' + '-' * (widths[0] + 1)]
-  rule += ['-' * (width + 1) + ':' for width in widths[1:]]
+  first, *others = [max(map(len, column)) for column in zip(*rows)]
+  rule = ['-' * (width + 1) + ':' for width in others]
   lines = []
-  for row in rows:
-    texts = [row[0].ljust(widths[0])]
-    texts += [value.rjust(width) for value, width in zip(row[1:], widths[1:])]
+  for name, *values in rows:
+    texts = [name.ljust(first)]
+    for value, width in zip(values, others):
+      texts.append(value.rjust(width))
     lines.append(f'| {" | ".join(texts)} |')
-  lines.insert(1, f'|{"|".join(rule)}|')
+  lines.insert(1, f'|:{"-" * (first + 1)}|{"|".join(rule)}|')
   return '\n'.join(lines)
 
 
@@ -55,7 +57,9 @@ def cell(estimate: statistics.Estimate | None) -> str:
   return f'{value} [{_short(estimate.low)}, {_short(estimate.high)}]'
 
 
-def _short(x: float) -> str:
+def _short(x):
   """Returns three decimals without a leading zero: .907, -.500, 1.000."""
   text = f'{x:.3f}'
-  return text.replace('0.', '.', 1) if abs(x) < 1 else text
+  if abs(x) >= 1:
+    return text
+  return text.replace('0.', '.', 1)

@@ -6,10 +6,11 @@ chart per name.
 """
 
 import json
-import math
 import pathlib
 import re
 from typing import Any
+
+import numpy as np
 
 MAX_POINTS = 600  # per series; thinning keeps the extremes of each bin
 CHARTS: list[dict[str, Any]] = json.loads(
@@ -18,10 +19,11 @@ CHARTS: list[dict[str, Any]] = json.loads(
 _NO_METRICS = ('step', 'time', 'nonfinite')
 
 Column = dict[int, float | None]  # step -> value
+Chart = dict[str, Any]  # the form that page.js draws
 
 
-def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns the charts that have data, in the form that page.js draws.
+def charts(rows: list[dict[str, Any]]) -> list[Chart]:
+  """Returns the charts that have data.
 
   {section, title, unit, note, scale: 'linear' | 'log' | 'stack', series: [
     {name, label, hue, dashed, x: steps, y: values, low, high: limits of a band}]}
@@ -35,39 +37,36 @@ def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
   used = {'timing_s/step'}
   result = []
   for chart in CHARTS:
+    chart = {'note': '', 'scale': 'linear', **chart}
     series = []
     for line in chart['series']:
       for name in names:
-        match = re.fullmatch(line['pattern'], name)
-        if match:
+        if match := re.fullmatch(line['pattern'], name):
           used |= {name, *_limit_names(name)}
-          scale = chart.get('scale', 'linear')
-          label = match.expand(line['label'])
-          series.append(_series(columns, name, line, scale) | {'label': label})
-    result += _chart(chart, series)
+          one = _series(columns, name, line, chart['scale'])
+          one['label'] = match.expand(line['label'])
+          series.append(one)
+    result.append(chart | {'series': _with_data(series)})
   for name in names:
     if name not in used:
-      other = {'section': 'Other series', 'title': name, 'unit': ''}
-      result += _chart(other, [_series(columns, name, {}, 'linear')])
-  return result
+      series = _with_data([_series(columns, name, {}, 'linear')])
+      other = {'section': 'Other series', 'title': name, 'unit': '', 'note': '', 'scale': 'linear'}
+      result.append(other | {'series': series})
+  return [chart for chart in result if chart['series']]
 
 
-def _chart(chart: dict[str, Any], series: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns [the chart], or [] if it has no data."""
+def _with_data(series):
+  """Returns the series that have data, with their hues and short labels."""
   series = [one for one in series if any(value is not None for value in one['y'])]
-  if not series:
-    return []
-  prefixes = {one['label'].split(' · ')[0] for one in series}
+  datasets = {one['label'].split(' · ')[0] for one in series}
   for hue, one in enumerate(series):
     one['hue'] = hue
-    if len(series) > 1 and len(prefixes) == 1:  # the name of the only data set adds nothing
+    if len(series) > 1 and len(datasets) == 1:  # the name of the only data set adds nothing
       one['label'] = one['label'].split(' · ')[-1]
-  return [{'note': '', 'scale': 'linear', **chart, 'series': series}]
+  return series
 
 
-def _series(
-    columns: dict[str, Column], name: str, line: dict[str, Any], scale: str
-) -> dict[str, Any]:
+def _series(columns, name, line, scale):
   column = columns[name]
   steps = _strided(column) if scale == 'stack' else _thinned(column)
   series = {
@@ -77,14 +76,14 @@ def _series(
       'x': steps,
       'y': [column[step] for step in steps],
   }
-  low, high = (columns.get(limit) for limit in _limit_names(name))
-  if line.get('band') and low and high:
-    series['low'] = [low.get(step) for step in steps]
-    series['high'] = [high.get(step) for step in steps]
+  low_name, high_name = _limit_names(name)
+  if line.get('band') and low_name in columns and high_name in columns:
+    series['low'] = [columns[low_name].get(step) for step in steps]
+    series['high'] = [columns[high_name].get(step) for step in steps]
   return series
 
 
-def _limit_names(name: str) -> tuple[str, str]:
+def _limit_names(name):
   """Returns the names of the smallest and largest value that belong to a mean."""
   if not name.endswith('/mean'):
     return name, name
@@ -98,25 +97,23 @@ def _thinned(column: Column) -> list[int]:
   if len(steps) <= MAX_POINTS:
     return steps
   chosen = {steps[0], steps[-1]}
-  bins = MAX_POINTS // 2
-  for i in range(bins):
-    members = steps[i * len(steps) // bins : (i + 1) * len(steps) // bins]
-    members.sort(key=lambda step: _sortable(column[step]))
-    chosen |= {members[0], members[-1]}
+  for members in np.array_split(steps, MAX_POINTS // 2):
+    values = np.array([column[step] for step in members], float)
+    values = np.nan_to_num(values, nan=-np.inf)
+    chosen |= {int(members[values.argmin()]), int(members[values.argmax()])}
   return sorted(chosen)
-
-
-def _sortable(value: float | None) -> float:
-  return -math.inf if value is None else value
 
 
 def _strided(column: Column) -> list[int]:
   """Returns every n-th step. The step alone decides, so that the layers of a stack agree."""
-  stride = max(column) // MAX_POINTS + 1
-  return [step for step in sorted(column) if step % stride == 0 or step == max(column)]
+  last = max(column)
+  stride = last // MAX_POINTS + 1
+  return [step for step in sorted(column) if step % stride == 0 or step == last]
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
+def _natural(name):
   """Returns a sort key that puts turn10 after turn2."""
-  parts = re.split(r'(\d+)', name)
-  return [(0, int(part), '') if part.isdigit() else (1, 0, part) for part in parts]
+  key = []
+  for part in re.split(r'(\d+)', name):
+    key.append((0, int(part), '') if part.isdigit() else (1, 0, part))
+  return key

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import functools
 import json
@@ -20,6 +19,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
@@ -36,7 +36,7 @@ def summarize_update(episodes: Sequence[types.Episode]) -> dict[str, float]:
   metrics['demonstrations/rows'] = len(trained)
   if trained:
     scores = [episode.score for episode in trained]
-    metrics['demonstrations/score/mean'] = float(np.mean(scores))
+    metrics['demonstrations/score/mean'] = _mean(scores)
   return metrics
 
 
@@ -58,12 +58,17 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   several rows. The other numbers are means over rows.
   """
   rows = [episode for episode in episodes if not episode.absent]
+  groups: Any = np.arange(len(rows))[:, None]
+  if any(row.is_segment for row in rows):
+    groups = batching.rows_by_episode(rows)
 
-  def mean_over_episodes(name):
-    return float(np.mean(_per_episode(rows, [row.metrics.get(name, 0.0) for row in rows])))
+  def by_episode(values):
+    """Returns the mean of the rows' values in each episode of an agent program; others are rows."""
+    values = np.array(values, np.float64)
+    return [values[group].mean() for group in groups]
 
-  def mean_count(name):
-    return float(np.mean([row.counts.get(name, 0.0) for row in rows]))
+  def counts(name):
+    return [row.counts.get(name, 0.0) for row in rows]
 
   scores = [row.score if row.whole_score is None else row.whole_score for row in rows]
   lengths = {
@@ -73,92 +78,57 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       'stppo/agent_tokens': [_num_tokens(row) for row in rows],
       'stppo/agent_turns': [len(row.turns) for row in rows],
   }
-  core = dict.fromkeys(name for row in rows for name in row.core_metrics)
-  others = dict.fromkeys(name for row in rows for name in row.metrics if name not in core)
-  num_turns = max(sum(len(row.turns) for row in rows), 1)
-  num_tokens = max(sum(map(_num_tokens, rows)), 1)
-
-  metrics = metrics_lib.summarize('critic/score', _per_episode(rows, scores))
+  metrics = metrics_lib.summarize('critic/score', by_episode(scores))
   for name, values in lengths.items():
     metrics |= metrics_lib.summarize(name, values)
-  metrics |= {f'{name}/mean': mean_over_episodes(name) for name in core}
-  metrics |= {f'env/{name}/mean': mean_over_episodes(name) for name in others}
-  metrics['env/invalid/mean'] = mean_count('invalid')
+  core = dict.fromkeys(name for row in rows for name in row.core_metrics)
+  reported = dict.fromkeys(name for row in rows for name in row.metrics)
+  for name in core | reported:
+    prefix = '' if name in core else 'env/'
+    values = [row.metrics.get(name, 0.0) for row in rows]
+    metrics[f'{prefix}{name}/mean'] = _mean(by_episode(values))
+  metrics['env/invalid/mean'] = _mean(counts('invalid'))
+  num_turns = max(sum(lengths['stppo/agent_turns']), 1)
   for name in _TURN_SHARES:
-    metrics[f'env/{name}_share'] = sum(row.counts.get(name, 0.0) for row in rows) / num_turns
-  metrics['env/truncated'] = float(np.mean([row.truncated for row in rows]))
+    metrics[f'env/{name}_share'] = sum(counts(name)) / num_turns
+  metrics['env/truncated'] = _mean([row.truncated for row in rows])
   metrics['env/retrieval_failed'] = pipeline.failed_share(rows)
   metrics['env/environment_failed'] = pipeline.environment_failed_share(rows)
-  metrics['env/prompt_too_long'] = mean_count('prompt_too_long')
-  for role, role_episodes in _by_role(episodes).items():
-    metrics |= _role_metrics(role, role_episodes, num_tokens)
+  metrics['env/prompt_too_long'] = _mean(counts('prompt_too_long'))
+  num_tokens = max(sum(lengths['stppo/agent_tokens']), 1)
+  for role in dict.fromkeys(episode.role for episode in episodes if episode.role):
+    of_role = [episode for episode in episodes if episode.role == role]
+    for name, number in _role_metrics(of_role, num_tokens).items():
+      metrics[f'role/{role}/{name}'] = number
   return metrics
 
 
-def scores_by_agent(episodes: Sequence[types.Episode]) -> dict[str, list[float]]:
-  """Returns val-role/<role>/<name>: score and core metrics of each row, by its role."""
-  values: dict[str, list[float]] = {}
-  for role, rows in _by_role(episodes).items():
-    values[f'val-role/{role}/score'] = [row.score for row in rows]
-    for name in rows[0].core_metrics:
-      values[f'val-role/{role}/{name}'] = [row.metrics.get(name, 0.0) for row in rows]
-  return values
-
-
-def agent_score(name: str) -> tuple[str, str]:
-  """Returns (title of the agent, score) of a metric of `scores_by_agent`; ('', '') of others."""
-  family, _, rest = name.partition('/')
-  if family != 'val-role':
-    return '', ''
-  role, _, score = rest.partition('/')
-  return f'role {role}', score
-
-
-def agent_of(record: Mapping[str, Any]) -> str:
-  """Returns the title of the agent that played the episode of a record."""
-  return f'role {record.get("role")}'
-
-
-def _by_role(episodes):
-  """Returns {role: its rows}; {} if there is one agent."""
-  by_role: dict[str, list[types.Episode]] = {}
-  for episode in episodes:
-    if episode.role:
-      by_role.setdefault(episode.role, []).append(episode)
-  return by_role
-
-
-def _role_metrics(role, episodes, num_tokens):
+def _role_metrics(episodes, num_tokens):
   """Returns share of the tokens, score, turns, length and core metrics of a role.
 
-  role/<role>/absent is the share of episodes in which the role never moved. The other numbers are
-  over the rows in which it did.
+  `absent` is the share of episodes in which the role never moved. The other numbers are over the
+  rows in which it did.
   """
   rows = [episode for episode in episodes if not episode.absent]
-  own_tokens = sum(_num_tokens(row) for row in rows)
+  own_tokens = sum(map(_num_tokens, rows))
   metrics = {'absent': 1 - len(rows) / len(episodes), 'token_share': own_tokens / num_tokens}
   if rows:
-    metrics['score/mean'] = float(np.mean([row.score for row in rows]))
-    metrics['agent_turns/mean'] = float(np.mean([len(row.turns) for row in rows]))
+    metrics['score/mean'] = _mean([row.score for row in rows])
+    metrics['agent_turns/mean'] = _mean([len(row.turns) for row in rows])
     metrics['agent_tokens/mean'] = own_tokens / len(rows)
     for name in rows[0].core_metrics:
       values = [row.metrics.get(name, 0.0) for row in rows]
-      metrics[f'{name}/mean'] = float(np.mean(values))
-  return {f'role/{role}/{name}': x for name, x in metrics.items()}
+      metrics[f'{name}/mean'] = _mean(values)
+  return metrics
+
+
+def _mean(values):
+  return float(np.mean(values))
 
 
 def _num_tokens(row):
   """Returns the number of tokens that the agent sampled."""
   return sum(len(turn.tokens) for turn in row.turns)
-
-
-def _per_episode(rows: Sequence[types.Episode], values: Sequence[float]) -> list[float]:
-  """Returns the mean of `values` over the segments of each episode, or the value of its row."""
-  parts: dict[Any, list[float]] = {}
-  for i, (row, value) in enumerate(zip(rows, values)):
-    key = ('episode', row.number) if row.is_segment else ('row', i)
-    parts.setdefault(key, []).append(value)
-  return [float(np.mean(part)) for part in parts.values()]
 
 
 Records = Callable[[], list[dict]]  # makes the records of a batch, one per episode, by any thread
@@ -201,18 +171,19 @@ def update_records(
   for step in steps:  # a later epoch replaces an earlier one
     for name, x in jax.device_get(dict(step.tokens)).items():
       per_token[name][np.asarray(step.rows)] = x
-  return functools.cache(lambda: batch_records(sampled, tokenizer, n, per_token))
+  return functools.cache(lambda: batch_records(sampled, tokenizer, n, per_token=per_token))
 
 
 def batch_records(
     sampled: pipeline.Sampled,
     tokenizer: tokenizer_lib.Tokenizer,
     n: int,
+    kind: str = 'train',
     per_token: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict]:
   """Returns the records of a batch, which trajectories/saved.py reads."""
   origin = {'batch': sampled.number, 'staleness': sampled.staleness}
-  records = to_records(sampled.episodes, tokenizer, n, 'train', per_token)
+  records = to_records(sampled.episodes, tokenizer, n, kind, per_token)
   return [record | origin for record in records]
 
 
@@ -256,15 +227,7 @@ def record_path(workdir: str, kind: str, n: int) -> str:
 def write_lines(path: str, records: Sequence[dict]) -> None:
   """Writes one line per record. A reader sees the whole file or none."""
   os.makedirs(os.path.dirname(path), exist_ok=True)
-  part = path + '.part'
-  try:
-    with open(part, 'w', encoding='utf-8') as file:
-      file.writelines(json.dumps(record) + '\n' for record in records)
-    os.replace(part, path)
-  except OSError:
-    with contextlib.suppress(OSError):
-      os.remove(part)  # the disk may be full
-    raise
+  workdir_lib.write_parts(path, (json.dumps(record) + '\n' for record in records))
 
 
 class Recorder:
@@ -294,11 +257,11 @@ class Recorder:
     """Queues the records of episodes/<kind>_<n>.jsonl."""
     path = record_path(self._workdir, kind, n)
     limit_s = 0.0 if self._is_slow else self._put_s  # so that not every update waits
-    self._is_slow = not self._enqueue((path, records), os.path.basename(path), limit_s)
+    self._is_slow = not self._enqueue((path, records), limit_s)
 
   def close(self) -> None:
     """Waits until all files are written, or until the time limit."""
-    if self._enqueue(None, 'the last one', self._close_s):
+    if self._enqueue(None, self._close_s):
       self._thread.join(self._close_s)
 
   def __enter__(self) -> 'Recorder':
@@ -307,15 +270,17 @@ class Recorder:
   def __exit__(self, *unused_error: Any) -> None:
     self.close()
 
-  def _enqueue(self, work: tuple[str, Records] | None, name: str, limit_s: float) -> bool:
+  def _enqueue(self, work, limit_s):
+    """Returns whether the work found a place in time. None ends the thread."""
     try:
       self._queue.put(work, timeout=limit_s)
       return True
     except queue.Full:
+      name = os.path.basename(work[0]) if work else 'the last one'
       self._warn(f'the disk is too slow: {name} waited for {limit_s:g} s')
       return False
 
-  def _run(self) -> None:
+  def _run(self):
     while work := self._queue.get():
       path, records = work
       try:
@@ -323,7 +288,7 @@ class Recorder:
       except Exception as error:  # the thread must not end
         self._warn(f'{type(error).__name__}: {error}')
 
-  def _warn(self, reason: str) -> None:
+  def _warn(self, reason):
     if not self._has_warned:
       logging.warning('records of episodes are left out (%s); training continues', reason)
     self._has_warned = True

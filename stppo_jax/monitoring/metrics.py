@@ -20,7 +20,7 @@ metric_names.py has the meaning of each metric.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
+import datetime
 import json
 import math
 import os
@@ -42,8 +42,8 @@ class MetricsWriter:
   """Appends one JSON line per call to `workdir`/metrics.jsonl.
 
   A non-finite number is written as null, and its name in that line's list "nonfinite".
-  `resume_step=n` first drops the lines of later steps, which a resumed run writes again; n = -1
-  starts a new file; None keeps every whole line. Only process 0 may hold a writer.
+  The writer first drops the lines of steps after `resume_step`, which a resumed run writes again;
+  -1 starts a new file. Only process 0 may hold a writer.
   """
 
   def __init__(
@@ -54,19 +54,19 @@ class MetricsWriter:
       tracker: str = 'wandb',
       run_name: str = '',
       config_json: str = '{}',
-      resume_step: int | None = None,
+      resume_step: int = -1,
   ):
     os.makedirs(workdir, exist_ok=True)
     path = os.path.join(workdir, FILE_NAME)
     _truncate(path, resume_step)
     self._file = open(path, 'a', encoding='utf-8')
     self._sinks = sinks.Sinks()
-    first = None if resume_step is None else resume_step + 1
     if tensorboard:
-      self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, first))
+      self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, resume_step + 1))
     if project:
-      make = functools.partial(sinks.Tracker, tracker, workdir, project, run_name, config_json)
-      self._sinks.add(tracker, functools.partial(make, resume_step != -1))
+      is_resumed = resume_step != -1
+      make = lambda: sinks.Tracker(tracker, workdir, project, run_name, config_json, is_resumed)
+      self._sinks.add(tracker, make)
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""
@@ -106,7 +106,21 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
     raise types.UserError(
         f'workdir {workdir!r} is not a folder; give the --workdir of a run that has started.'
     )
-  return [line for line, _ in _whole_lines(os.path.join(workdir, FILE_NAME))]
+  path = os.path.join(workdir, FILE_NAME)
+  lines: list[dict[str, Any]] = []
+  if not os.path.exists(path):
+    return lines
+  with open(path, 'rb') as file:
+    for number, raw in enumerate(file, 1):
+      try:
+        line = json.loads(raw)
+        int(line['step'])
+      except (ValueError, KeyError, TypeError):
+        if raw.strip():
+          logging.warning('%s:%d is not a whole metrics line; left out.', path, number)
+        continue
+      lines.append(line)
+  return lines
 
 
 def progress_line(
@@ -117,28 +131,28 @@ def progress_line(
     first_step: int = 0,
     core_metrics: Sequence[str] = ('em',),
 ) -> str:
-  """Returns a line: `update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
+  """Returns a line: `update 12/60  reward 0.420  em 0.440  clip 0.031  1,890 tok/s  0:03:21 left`.
 
   `elapsed_s` is the time of updates `first_step`+1 .. `step`, because a resumed run counts its own.
   The line shows the first of the environment's `core_metrics`.
   """
   parts = [f'update {step}/{total}']
   values = {name: _host_scalar(x) for name, x in scalars.items() if x is not None}
-  shown = [('reward', 'critic/score/mean', 2)]
-  shown += [(name, f'{name}/mean', 2) for name in core_metrics[:1]]
-  shown.append(('clip', 'actor/pg_clipfrac', 3))
-  for label, name, digits in shown:
+  shown = {'reward': 'critic/score/mean'}
+  shown |= {name: f'{name}/mean' for name in core_metrics[:1]}
+  shown['clip'] = 'actor/pg_clipfrac'
+  for label, name in shown.items():
     if name in values:
-      parts.append(f'{label} {_short(values[name], digits)}')
+      parts.append(f'{label} {values[name]:.3f}')
   if values.get('actor/skipped'):
     parts.append(f'skipped {values["actor/skipped"]:.0f} in a row (not finite)')
   if values.get('env/environment_failed'):
     parts.append(f'environment raised in {values["env/environment_failed"]:.0%}')
   if 'perf/throughput' in values:
-    parts.append(f'{_thousands(values["perf/throughput"])} tok/s')
+    parts.append(f'{values["perf/throughput"]:,.0f} tok/s')
   if step > first_step:
     left_s = elapsed_s / (step - first_step) * max(total - step, 0)
-    parts.append(f'{_clock(left_s)} left')
+    parts.append(f'{datetime.timedelta(seconds=round(left_s))} left')
   return '  '.join(parts)
 
 
@@ -171,36 +185,17 @@ def device_memory() -> dict[str, float]:
   return {'perf/max_memory_allocated_gb': max(peaks) / 2**30} if peaks else {}
 
 
-def _host_scalar(value: Any) -> int | float:
+def _host_scalar(value):
   array = np.asarray(value)
   assert array.size == 1, f'a metric is one number, not an array of shape {array.shape}'
-  return int(array.item()) if array.dtype.kind in 'biu' else float(array.reshape(()))
+  number = array.item()
+  return int(number) if array.dtype.kind in 'biu' else float(number)
 
 
-def _whole_lines(path: str) -> list[tuple[dict[str, Any], bytes]]:
-  """Returns (parsed, raw) of every readable line; a missing file has none."""
-  if not os.path.exists(path):
-    return []
-  lines = []
-  with open(path, 'rb') as file:
-    for number, raw in enumerate(file, 1):
-      try:
-        line = json.loads(raw)
-        int(line['step'])
-      except (ValueError, KeyError, TypeError):
-        if raw.strip():
-          logging.warning('%s:%d is not a whole metrics line; left out.', path, number)
-        continue
-      lines.append((line, raw.rstrip(b'\n') + b'\n'))
-  return lines
-
-
-def _truncate(path: str, resume_step: int | None) -> None:
+def _truncate(path, resume_step):
   """Rewrites the file without unreadable lines and without steps after `resume_step`."""
-  if not os.path.exists(path):
-    return
-  lines = _whole_lines(path)
-  if resume_step is not None and resume_step < 0 and any(line['step'] for line, _ in lines):
+  lines = read_metrics(os.path.dirname(path))
+  if resume_step < 0 and any(line['step'] for line in lines):
     os.replace(path, path + '.old')
     logging.warning(
         'no checkpoint: the run starts again; the %d lines of its metrics are now in %s.old',
@@ -208,31 +203,8 @@ def _truncate(path: str, resume_step: int | None) -> None:
         path,
     )
     return
-  with open(path + '.tmp', 'wb') as file:
-    for line, raw in lines:
-      if resume_step is None or line['step'] <= resume_step:
-        file.write(raw)
+  with open(path + '.tmp', 'w', encoding='utf-8') as file:
+    for line in lines:
+      if line['step'] <= resume_step:
+        file.write(json.dumps(line) + '\n')
   os.replace(path + '.tmp', path)
-
-
-def _short(number: float, digits: int) -> str:
-  """Writes 0.42 as .42, because people read progress lines."""
-  if not math.isfinite(number):
-    return 'NaN'
-  text = f'{number:.{digits}f}'
-  return text.replace('0.', '.', 1) if text.lstrip('-').startswith('0.') else text
-
-
-def _thousands(number: float) -> str:
-  if not math.isfinite(number):
-    return 'NaN'
-  for unit, name in ((1e6, 'M'), (1e3, 'k')):
-    if number >= unit:
-      return f'{number / unit:.1f}{name}'
-  return f'{number:.0f}'
-
-
-def _clock(seconds: float) -> str:
-  minutes, seconds = divmod(int(round(seconds)), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'

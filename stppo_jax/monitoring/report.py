@@ -8,15 +8,13 @@ page sets them with textContent, and its content security policy allows no other
 """
 
 import base64
-from collections.abc import Sequence
+import collections
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
 from typing import Any
-from typing import TypeVar
 
 from absl import logging
 
@@ -27,12 +25,13 @@ from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 
-T = TypeVar('T')
+Rows = list[dict[str, Any]]  # lines of metrics.jsonl
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
 BYTES_PER_FILE = 2_000_000  # limit on the JSON of these episodes
 MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 _PAGE = pathlib.Path(__file__).parent / 'page'
-_CORE_NAME = re.compile(r'val-core/(.+)/([^/]+?)(?:_hops(\d+))?')
+# Held-out scores: of a data set or a role, by name, and some by hops.
+_SCORE = re.compile(r'val-(core|role)/(?P<part>.+)/(?P<name>[^/]+?)(?:_hops(?P<hops>\d+))?')
 _LABELS = {'all': 'all questions', 'macro': 'mean of the data sets'}
 _HIGHLIGHTS = (  # settings, in the order in which the page shows them
     'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
@@ -80,7 +79,13 @@ def page_data(workdir: str) -> dict[str, Any]:
   config = workdir_lib.read_config(workdir)
   groups = _episode_groups(workdir, _first_alarms(rows))
   settings = workdir_lib.flatten(config)
-  settings |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
+  for name, value in config.get('objective', {}).items():
+    settings[f'algorithm.{name}'] = value
+  highlights = []
+  for name in _HIGHLIGHTS:
+    value = settings.get(name)
+    if value not in (None, '') and not isinstance(value, list):
+      highlights.append([name, str(value)])
   title = str(config.get('name') or os.path.basename(os.path.abspath(workdir)))
   return {
       'name': title,
@@ -91,11 +96,7 @@ def page_data(workdir: str) -> dict[str, Any]:
       'results': _results(rows, groups),
       'outcomes': outcomes.of_run(rows),
       'provenance': provenance.newest(workdir),
-      'highlights': [
-          [name, str(settings[name])]
-          for name in _HIGHLIGHTS
-          if settings.get(name) not in (None, '') and not isinstance(settings[name], list)
-      ],
+      'highlights': highlights,
       'settings': {name: json.dumps(value) for name, value in settings.items()},
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
@@ -111,38 +112,40 @@ def _content_hash(script: str) -> str:
 
 
 def to_json(value: Any) -> str:
-  """Returns JSON that no HTML parser can mistake for markup."""
-  text = json.dumps(_tidy(value), ensure_ascii=False, allow_nan=False, separators=(',', ':'))
+  """Returns JSON that no HTML parser can mistake for markup.
+
+  Numbers are rounded to four significant digits. Non-finite numbers become null.
+  """
+  tidy = json.loads(json.dumps(value), parse_float=_rounded, parse_constant=lambda _: None)
+  text = json.dumps(tidy, ensure_ascii=False, separators=(',', ':'))
   for character in '<>&\u2028\u2029':
     text = text.replace(character, f'\\u{ord(character):04x}')
   return text.encode('utf-8', 'replace').decode('utf-8')  # lone surrogates become '?'
 
 
-def _tidy(value: Any) -> Any:
-  """Rounds numbers to four significant digits. Non-finite numbers become null."""
-  if isinstance(value, float):
-    return float(f'{value:.4g}') if math.isfinite(value) else None
-  if isinstance(value, dict):
-    return {key: _tidy(item) for key, item in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_tidy(item) for item in value]
-  return value
+def _rounded(digits):
+  return float(f'{float(digits):.4g}')
 
 
-def _merge_only_dataset(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_only_dataset(rows):
   """Renames 'all' to the only held-out data set, if there is one, so that scores appear once."""
-  names = {name for row in rows for name in row}
-  datasets = {match.group(1) for match in map(_CORE_NAME.fullmatch, names) if match} - {'all'}
+  datasets = {match['part'] for match in _scores(rows) if match[1] == 'core'} - {'all'}
   if len(datasets) != 1:
     return rows
   prefix = f'val-core/{datasets.pop()}/'
   return [{name.replace('val-core/all/', prefix): row[name] for name in row} for row in rows]
 
 
+def _scores(rows):
+  """Returns the matches of the names of held-out scores."""
+  names = {name for row in rows for name in row}
+  return [match for name in names if (match := _SCORE.fullmatch(name))]
+
+
 # Warnings.
 
 
-def _broken_rules(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+def _broken_rules(rows: Rows) -> dict[str, list[int]]:
   """Returns {rule of health.py: updates at which it was broken}."""
   broken: dict[str, list[int]] = {}
   for row in rows:
@@ -152,12 +155,13 @@ def _broken_rules(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
   return dict(sorted(broken.items()))
 
 
-def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
+def _first_alarms(rows):
   """Returns the updates at which a rule was first broken, at most MAX_ALARMS."""
-  return sorted({steps[0] for steps in _broken_rules(rows).values()})[:MAX_ALARMS]
+  first = {steps[0] for steps in _broken_rules(rows).values()}
+  return sorted(first)[:MAX_ALARMS]
 
 
-def warnings(rows: list[dict[str, Any]]) -> list[str]:
+def warnings(rows: Rows) -> list[str]:
   """Returns a line per kind of warning."""
   lines = []
   bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
@@ -174,62 +178,51 @@ def warnings(rows: list[dict[str, Any]]) -> list[str]:
 # Held-out scores.
 
 
-def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _results(rows, groups):
   """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
 
   A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
   """
   main = _main_score_name(rows)
-  points: dict[tuple[str, int], list[tuple[int, float]]] = {}  # by (data set or agent, hops or 0)
-  agents = set()
+  points: dict[tuple, list[tuple[int, float]]] = {}  # by (is role, data set or role, hops or 0)
   for row in rows:
     for name, score in row.items():
-      core = _CORE_NAME.fullmatch(name)
-      agent, agent_score = episodes_lib.agent_score(name)
-      if core and core.group(2) == main:
-        key = (core.group(1), int(core.group(3) or 0))
-      elif agent and agent_score == main:
-        key = (agent, 0)
-        agents.add(agent)
-      else:
-        continue
-      if score is not None:
+      match = _SCORE.fullmatch(name)
+      if match and match['name'] == main and score is not None:
+        is_role = match[1] == 'role'
+        part = f'role {match["part"]}' if is_role else match['part']
+        key = (is_role, part, int(match['hops'] or 0))
         points.setdefault(key, []).append((row['step'], score))
 
   last = next((group for group in groups if group['kind'] == 'eval'), None)
-  order = lambda key: (key[0] not in _LABELS, key[0] in agents, *key)
   table = []
-  for part, hops in sorted(points, key=order):
-    series = points[part, hops]
-    is_counted = last is not None and last['step'] == series[-1][0]
-    table.append(
-        {
-            'label': f'{hops} hop{"s" * (hops > 1)}' if hops else _LABELS.get(part, part),
-            'is_hops': bool(hops),
-            'points': series,
-            'n': last['counts'].get((part, hops)) if last is not None and is_counted else None,
-        }
-    )
+  for is_role, part, hops in sorted(points, key=lambda key: (key[1] not in _LABELS, *key)):
+    series = points[is_role, part, hops]
+    label = f'{hops} hop{"s" * (hops > 1)}' if hops else _LABELS.get(part, part)
+    n = None
+    if last is not None and last['step'] == series[-1][0]:
+      n = last['counts'].get((part, hops))
+    table.append({'label': label, 'is_hops': bool(hops), 'points': series, 'n': n})
   return {'score': main, 'rows': table}
 
 
-def main_metric(rows: list[dict[str, Any]]) -> str:
+def main_metric(rows: Rows) -> str:
   """Returns the name of the main metric of a run, such as val-core/all/em."""
   return f'val-core/all/{_main_score_name(rows)}'
 
 
-def _main_score_name(rows: list[dict[str, Any]]) -> str:
+def _main_score_name(rows):
   """Returns the name of the main score, such as em.
 
   It is a score that is also given by hops. Without one it is exact match, then any core metric,
   then the reward.
   """
-  names = {name for row in rows for name in row}
-  matches = [match for match in map(_CORE_NAME.fullmatch, names) if match]
-  by_hops = sorted(match.group(2) for match in matches if match.group(3))
-  order = lambda name: (name == 'score', name != 'em', name)
-  scores = sorted({match.group(2) for match in matches}, key=order)
-  return (by_hops or scores or ['score'])[0]
+  matches = _scores(rows)
+  by_hops = sorted(match['name'] for match in matches if match['hops'])
+  if by_hops:
+    return by_hops[0]
+  names = {match['name'] for match in matches}
+  return min(names, key=lambda name: (name == 'score', name != 'em', name), default='score')
 
 
 # Episodes.
@@ -239,12 +232,14 @@ def episode_files(workdir: str) -> list[tuple[str, int]]:
   """Returns (kind, update) of the files of episodes, by update."""
   folder = os.path.join(workdir, 'episodes')
   names = os.listdir(folder) if os.path.isdir(folder) else []
-  matches = [re.fullmatch(r'(train|eval)_(\d+)\.jsonl', name) for name in names]
-  files = [(match.group(1), int(match.group(2))) for match in matches if match]
+  files = []
+  for name in names:
+    if match := re.fullmatch(r'(train|eval)_(\d+)\.jsonl', name):
+      files.append((match[1], int(match[2])))
   return sorted(files, key=lambda file: (file[1], file[0]))
 
 
-def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
+def _episode_groups(workdir, alarms):
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
@@ -277,31 +272,32 @@ def episode_group(
   The file is read twice: for an index of where each episode starts, and for the chosen ones.
   """
   path = episodes_lib.record_path(workdir, kind, step)
-  right: list[list[int]] = []  # where the lines of each episode start
+  right: list[list[int]] = []  # episodes, as lists of where their lines start
   wrong: list[list[int]] = []
-  counts: dict[tuple[str, int], int] = {}
-  lines_by_episode: dict[Any, list[int]] = {}
+  counts: collections.Counter[tuple[str, int]] = collections.Counter()
+  starts: dict[Any, list[int]] = {}  # where the lines of an episode start
   num_unreadable = 0
   with open(path, 'rb') as file:
-    offset = 0
+    end = 0
     for raw in file:
-      start = offset
-      offset += len(raw)
+      start = end
+      end += len(raw)
       try:
         episode = json.loads(raw)
         if not episode['tokens']:  # an agent that never moved
           continue
-        if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
+        lengths = {len(episode[name]) for name in ('tokens', 'pieces', 'turn_ids')}
+        if len(lengths) > 1:
           raise ValueError('tokens, pieces and turn_ids differ in length')
         key = (episode.get('task'), episode.get('of_episode', f'line {start}'))
-        if key not in lines_by_episode:
-          lines_by_episode[key] = []
-          (right if episode.get('right') else wrong).append(lines_by_episode[key])
-        lines_by_episode[key].append(start)
-        parts = ['all', episode.get('dataset'), episodes_lib.agent_of(episode)]
-        for part in parts:
+        if key not in starts:
+          starts[key] = []
+          group = right if episode.get('right') else wrong
+          group.append(starts[key])
+        starts[key].append(start)
+        for part in ('all', episode.get('dataset'), f'role {episode.get("role")}'):
           for hops in {0, episode.get('hops') or 0}:
-            counts[part, hops] = counts.get((part, hops), 0) + 1
+            counts[part, hops] += 1
       except (ValueError, KeyError, TypeError):
         num_unreadable += 1  # incomplete: the run is still writing, or was killed here
     if num_unreadable:
@@ -327,10 +323,11 @@ def episode_group(
   }
 
 
-def _choose(right: list[T], wrong: list[T], limit: int) -> list[T]:
+def _choose(right, wrong, limit):
   """Chooses at most `limit`, half right and half wrong if both exist, evenly, in file order."""
   num_right = min(len(right), max(limit // 2, limit - len(wrong)))
   num_wrong = min(len(wrong), limit - num_right)
-  chosen = [right[i * len(right) // num_right] for i in range(num_right)]
-  chosen += [wrong[i * len(wrong) // num_wrong] for i in range(num_wrong)]
-  return sorted(chosen)  # type: ignore[type-var]
+  chosen = []
+  for lines, number in ((right, num_right), (wrong, num_wrong)):
+    chosen += [lines[i * len(lines) // number] for i in range(number)]
+  return sorted(chosen)

@@ -66,7 +66,7 @@ class TensorBoard:
 
   name = 'TensorBoard'
 
-  def __init__(self, workdir: str, first_step: int | None = None):
+  def __init__(self, workdir: str, first_step: int):
     """Opens a new file; steps from `first_step` on replace those of earlier files."""
     import tensorboardX  # pylint: disable=import-outside-toplevel
     from tensorboardX import proto  # pylint: disable=import-outside-toplevel
@@ -79,9 +79,8 @@ class TensorBoard:
     name = f'events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}'
     self._file = tensorboardX.RecordWriter(os.path.join(folder, name))
     self._add(file_version='brain.Event:2')
-    if first_step is not None:
-      start = self._event.SessionLog(status=self._event.SessionLog.START)
-      self._add(step=first_step, session_log=start)
+    start = self._event.SessionLog(status=self._event.SessionLog.START)
+    self._add(step=first_step, session_log=start)
     self._file.flush()
 
   def write(self, step: int, numbers: Mapping[str, int | float]) -> None:

@@ -265,11 +265,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 def write_whole(path: str, text: str) -> None:
   """Writes `text` so that a reader never sees a part of it. UserError: it cannot be written."""
+  write_parts(path, [text])
+
+
+def write_parts(path: str, texts: Iterable[str]) -> None:
+  """Writes a text that is given in parts, as `write_whole` does."""
+  part = path + '.part'
   try:
-    with open(path + '.part', 'w', encoding='utf-8') as file:
-      file.write(text)
-    os.replace(path + '.part', path)
+    with open(part, 'w', encoding='utf-8') as file:
+      file.writelines(texts)
+    os.replace(part, path)
   except OSError as error:
+    with contextlib.suppress(OSError):
+      os.remove(part)  # the disk may be full
     if error.errno in _FULL_DISK:
       raise  # the command line says what to do
     raise UserError(

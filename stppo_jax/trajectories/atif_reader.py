@@ -11,11 +11,10 @@ Turns that no model wrote for this trajectory (`is_copied_context`, `llm_call_co
 Without log-probs an episode can be imitated, but no policy gradient can use it.
 """
 
-import collections
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,6 +29,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.rollout import pipeline
 from stppo_jax.serving import template as template_lib
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
@@ -44,18 +44,18 @@ _UNUSABLE = (
     TypeError,
     ValueError,
 )
-_NO_IDS = np.zeros((0,), np.int32)
 _MAX_PLACE = 2**31 - 1  # limit on the number of a step or row
 _CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 
 AtifStep = Mapping[str, Any]  # a step of a document
+File = tuple[str, int]  # kind and step of a file of episodes
 
 
-class AtifRow(NamedTuple):
-  """A row of a document."""
+class OwnEpisode(NamedTuple):
+  """An episode of a run, which goes back to its line."""
 
   episode: types.Episode
-  own: Mapping[str, Any] | None  # the record that `atif_writer` added; None: of another agent
+  record: Mapping[str, Any]  # what `atif_writer` added
 
 
 def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_file: int) -> int:
@@ -71,36 +71,40 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
   if not source or not path.exists():
     raise types.UserError(f'--input={source!r}: no such file or folder: give trajectories of ATIF')
   paths = sorted(path.rglob('*.json')) if path.is_dir() else [path]
-  documents: list[list[AtifRow]] = []
+  own: list[OwnEpisode] = []
+  others: list[list[types.Episode]] = []
   unreadable: list[str] = []
   for file in paths:
     try:
       document = _load(file)
-      if document is not None:
-        rows = reader.rows(document, file.stem)
-        rows = _with_reward(rows, file)
-        if reader.retokenize:  # other ids than those of the run: new batches
-          rows = [row._replace(own=None) for row in rows]
-        documents.append(rows)
+      if document is None:
+        continue
+      episodes = reader.episodes(document, file.stem)
+      record = own_record(document)
+      if record is None:
+        _add_reward(episodes, file)
     except types.UserError:
       raise
     except _UNUSABLE as error:
       unreadable.append(f'{file} ({type(error).__name__}: {error})')
+      continue
+    if record is None or reader.retokenize:  # other ids than those of the run: new batches
+      others.append(episodes)
+    else:
+      own.append(OwnEpisode(episodes[0], record))
+  num_documents = len(own) + len(others)
   if unreadable:
     logging.warning('%d trajectories are left out, as %s', len(unreadable), unreadable[0])
-  if not documents:
+  if not num_documents:
     example = f', as {unreadable[0]}' if unreadable else ': give JSON files of ATIF, or a folder'
     raise types.UserError(f'--input={source!r} holds no trajectory that can be read{example}')
-  for (kind, step), rows in _batches(documents, episodes_per_file).items():
-    episodes = [row.episode for row in rows]
-    records = episodes_lib.to_records(episodes, reader.tokenizer, step, kind)
-    own = rows[0].own or {}
-    origin = {'batch': own.get('batch', step), 'staleness': own.get('staleness', 0)}
-    lines = [record | origin for record in records]
-    file_name = f'{kind}_{step:06d}.jsonl'
-    episodes_lib.write_lines(os.path.join(folder, file_name), lines)
-  logging.info('%d trajectories are in %s', len(documents), folder)
-  return len(documents)
+  files = _own_batches(own)
+  files |= _new_batches(others, episodes_per_file, first=_last_batch(files) + 1)
+  for (kind, step), sampled in files.items():
+    records = episodes_lib.batch_records(sampled, reader.tokenizer, step, kind)
+    episodes_lib.write_lines(os.path.join(folder, f'{kind}_{step:06d}.jsonl'), records)
+  logging.info('%d trajectories are in %s', num_documents, folder)
+  return num_documents
 
 
 class AtifReader:
@@ -130,19 +134,18 @@ class AtifReader:
       after = self._template.encode_after([], [{'role': 'user', 'content': 'Q'}])
       self._turn_end = [i for i in after[:1] if i in tokenizer.eos_ids]
 
-  def rows(self, document: Mapping[str, Any], name: str) -> list[AtifRow]:
+  def episodes(self, document: Mapping[str, Any], name: str) -> list[types.Episode]:
     """Returns the rows of a document: several if its context was rewritten."""
     steps = document['steps']
     question = _question(steps)
-    own = (document.get('extra') or {}).get(atif_writer.EXTRA)
-    if own:
-      _check_place(own)
+    own = own_record(document)
+    if own is not None:
       episode = types.Episode.from_dict(own)
       if self.retokenize:
         self._encode_own(episode, steps)
       else:
         self._check_ids([episode], question, name)
-      return [AtifRow(episode, own)]
+      return [episode]
     turns = [step for step in steps if _is_turn(step)]
     if not turns:
       raise ValueError('no turn of an agent')
@@ -151,10 +154,10 @@ class AtifReader:
     )
     has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
     if self.retokenize or not has_ids:
-      return [AtifRow(self._encode(task, steps), None)]
+      return [self._encode(task, steps)]
     episodes = _episodes_of_ids(task, turns)
     self._check_ids(episodes, question, name)
-    return [AtifRow(episode, None) for episode in episodes]
+    return episodes
 
   def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
@@ -184,15 +187,15 @@ class AtifReader:
       for name in _CONTROL.findall(question):
         if self.tokenizer.control_library.token_to_id(name) is None:
           raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
-      episode.prompt = np.array(self.tokenizer.encode(question, control=True), np.int32)
+      episode.prompt = _array(self.tokenizer.encode(question, control=True))
     turn_steps = [step for step in steps if _is_turn(step)]
     for turn, step in zip(episode.turns, turn_steps, strict=True):
       text = _content(step['message']) + step['extra']['end']
-      turn.tokens = np.array(self.tokenizer.encode(text, control=True), np.int32)
+      turn.tokens = _array(self.tokenizer.encode(text, control=True))
       turn.logp = np.full(len(turn.tokens), np.nan, np.float32)
       turn.routes = None
-      observation = self._observation_ids(''.join(_results(step)), turn.observation)
-      turn.observation = np.array(observation, np.int32)
+      results = ''.join(_results(step))
+      turn.observation = _array(self._observation_ids(results, turn.observation))
 
   def _observation_ids(self, text: str, recorded: np.ndarray) -> Sequence[int] | np.ndarray:
     if self.tokenizer.decode(recorded) == text:
@@ -203,48 +206,49 @@ class AtifReader:
 
   def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
     """Encodes the texts of another agent with the chat template."""
-    prompt = _NO_IDS
-    turns: list[types.Turn] = []
-    messages: list[template_lib.Message] = []
+    episode = types.Episode(task, 0, _array(()), [])
+    turns = episode.turns
+    messages: list[template_lib.Message] = []  # since the last turn
     for step in steps:
       source = step['source']
-      text = self._agent_text(step) if source == 'agent' else _content(step['message'])
-      if not text:
-        pass
-      elif not _is_turn(step):
-        role = 'assistant' if source == 'agent' else 'user'
+      is_agent = source == 'agent'
+      text = self._agent_text(step) if is_agent else _content(step['message'])
+      if text and _is_turn(step):
+        if not turns:
+          episode.prompt = self._encode_messages(messages, None)
+        elif messages:
+          turns[-1].observation = self._encode_messages(messages, turns[-1])
+        messages = []
+        turns.append(_turn(step, self.tokenizer.encode(text) + self._turn_end))
+      elif text:
+        role = 'assistant' if is_agent else 'user'
         if source == 'system' and not turns and not messages:
           role = 'system'
         messages.append({'role': role, 'content': text})
-      else:
-        if not turns:
-          prompt = self._encode_messages(self._template.encode, messages)
-        elif messages:
-          last = turns[-1].tokens.tolist()
-          after = lambda new: self._template.encode_after(last, new)
-          turns[-1].observation = self._encode_messages(after, messages)
-        messages = []
-        ids = self.tokenizer.encode(text) + self._turn_end
-        turns.append(_turn(step, ids))
       role = 'tool' if step.get('tool_calls') else 'user'
       messages += [{'role': role, 'content': result} for result in _results(step)]
-    if not len(prompt):
+    if not len(episode.prompt):
       raise ValueError('no text that an agent could have read')
-    return _episode(task, prompt, turns)
+    return episode
 
   def _encode_messages(
-      self, encode: Callable[[list[template_lib.Message]], Any], messages: list
+      self, messages: list[template_lib.Message], after: types.Turn | None
   ) -> np.ndarray:
-    """Encodes messages. If the template has no turns of tools or a system, the user has them."""
+    """Encodes messages: the first ones, or those that follow a turn.
+
+    If the template has no turns of tools or a system, the user has them.
+    """
+    encode = self._template.encode
+    if after is not None:
+      encode = functools.partial(self._template.encode_after, after.tokens.tolist())
     try:
-      ids = encode(messages)
+      return _array(encode(messages))
     except ValueError:
-      as_user = []
+      as_user: list[template_lib.Message] = []
       for message in messages:
         role = 'assistant' if message['role'] == 'assistant' else 'user'
-        as_user.append(message | {'role': role})
-      ids = encode(as_user)
-    return np.array(ids, np.int32)
+        as_user.append({**message, 'role': role})
+      return _array(encode(as_user))
 
   def _agent_text(self, step: AtifStep) -> str:
     """Returns the text of an agent's step: its reasoning, its message and its calls."""
@@ -266,14 +270,20 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
   return document if is_atif else None
 
 
-def _check_place(own: Mapping[str, Any]) -> None:
-  """Checks the place in a run, because its kind and step become the name of a file."""
-  name = f'extra.{atif_writer.EXTRA}'
+def own_record(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+  """Returns the record that `atif_writer` added; None for a document of another agent.
+
+  ValueError: it has no place in a run. The kind and step become the name of a file.
+  """
+  own = (document.get('extra') or {}).get(atif_writer.EXTRA)
+  if not own:
+    return None
   numbers = (own['step'], own['row'])
   are_valid = all(type(number) is int and 0 <= number <= _MAX_PLACE for number in numbers)
   if own['kind'] not in saved.KINDS or not are_valid:
     place = ', '.join(f'{field} {own[field]!r:.60}' for field in ('kind', 'step', 'row'))
-    raise ValueError(f'{name} has {place}: no place in a run')
+    raise ValueError(f'extra.{atif_writer.EXTRA} has {place}: no place in a run')
+  return own
 
 
 def _is_turn(step: AtifStep) -> bool:
@@ -322,90 +332,84 @@ def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.
     if logp is not None and len(logp) != len(ids):
       raise ValueError(f'step {step["step_id"]} has {len(logp)} log-probs of {len(ids)} tokens')
     if episodes and prompt[: len(context)] == context:
-      observation = prompt[len(context) :]
-      episodes[-1].turns[-1].observation = np.array(observation, np.int32)
+      episodes[-1].turns[-1].observation = _array(prompt[len(context) :])
     else:
-      episode = _episode(task, np.array(prompt, np.int32), [])
-      episodes.append(episode)
+      episodes.append(types.Episode(task, 0, _array(prompt), []))
     episodes[-1].turns.append(_turn(step, ids, logp))
     context = [*prompt, *ids]
   return episodes
 
 
 def _turn(step: AtifStep, ids: Sequence[int], logp: Sequence[float] | None = None) -> types.Turn:
-  """Returns a turn. Only our own documents have fields in the step's `extra`."""
-  extra = step.get('extra') or {}
+  """Returns a turn of another agent, without log-probs if there are none."""
   if logp is None:
     logp = [np.nan] * len(ids)
   action = 'tool' if step.get('tool_calls') else 'other'
-  num_ids = len(_ids(step, 'prompt')) + len(_ids(step, 'completion'))
-  return types.Turn(
-      tokens=np.array(ids, np.int32),
-      logp=np.array(logp, np.float32),
-      observation=np.array(extra.get('observation_token_ids', ()), np.int32),
-      action=str(extra.get('action', action)),
-      reward=float(extra.get('reward', 0.0)),
-      routes=types.unpack_array(extra.get('routes'), num_ids),
-  )
+  return types.Turn(_array(ids), np.array(logp, np.float32), action=action)
 
 
-def _episode(task: types.Task, prompt: np.ndarray, turns: list[types.Turn]) -> types.Episode:
-  counts = dict.fromkeys(('invalid', 'repeated', 'empty', 'cut'), 0.0)
-  return types.Episode(task, 0, prompt, turns, counts=counts)
+def _array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+  return np.array(ids, np.int32)
 
 
-def _with_reward(rows: list[AtifRow], path: pathlib.Path) -> list[AtifRow]:
+def _add_reward(episodes: Sequence[types.Episode], path: pathlib.Path) -> None:
   """Gives another agent's episode the name of its task and the rewards of Harbor's trial.
 
   Choice: each row of a trajectory has the reward on its last turn, as the rows of a session have.
   The episode's score counts it once.
   """
-  if rows[0].own is not None:
-    return rows
-  reward = 0.0
+  result: dict[str, Any] = {}
   result_path = path.parent.parent / 'result.json'
   if path.parent.name == 'agent' and result_path.exists():
     result = json.loads(result_path.read_text(encoding='utf-8'))
-    verdict = (result.get('verifier_result') or {}).get('rewards') or {}
-    rewards = {name: float(x) for name, x in verdict.items()}
-    reward = rewards.get('reward', next(iter(rewards.values()), 0.0))
-    for episode, _ in rows:
+  verdict = (result.get('verifier_result') or {}).get('rewards') or {}
+  rewards = {name: float(x) for name, x in verdict.items()}
+  reward = rewards.get('reward', next(iter(rewards.values()), 0.0))
+  for episode in episodes:
+    if result:
       episode.task = dataclasses.replace(episode.task, id=str(result['task_name']))
-      episode.metrics = dict(rewards)
-      episode.turns[-1].reward += reward
-  whole_score = sum(row.episode.score for row in rows) - reward * (len(rows) - 1)
-  for episode, _ in rows:
-    episode.whole_score = whole_score
-  return rows
+    episode.metrics = dict(rewards)
+    episode.turns[-1].reward = reward
+    episode.whole_score = reward
 
 
-def _batches(
-    documents: Sequence[Sequence[AtifRow]], size: int
-) -> dict[tuple[str, int], list[AtifRow]]:
-  """Returns the rows of each file, by kind and step; other agents' have `size` documents."""
-  by_place: dict[tuple[str, int, int], AtifRow] = {}
-  others = []
-  for document in documents:
-    for row in document:
-      if row.own is None:
-        continue
-      place = (row.own['kind'], row.own['step'], row.own['row'])
-      if place in by_place:
-        raise types.UserError(
-            'two trajectories are the same line of a file: import those of one run at a time'
-        )
-      by_place[place] = row
-    if document[0].own is None:
-      others.append(document)
-  files: dict[tuple[str, int], list[AtifRow]] = collections.defaultdict(list)
-  for kind, step, line in sorted(by_place):
-    files[kind, step].append(by_place[kind, step, line])
-  first = max((step for kind, step in files if kind == 'train'), default=0) + 1
-  for number, start in enumerate(range(0, len(others), size), first):
+def _own_batches(own: Sequence[OwnEpisode]) -> dict[File, pipeline.Sampled]:
+  """Returns the batches of a run, with their lines in order."""
+  by_place: dict[tuple[str, int, int], OwnEpisode] = {}
+  for one in own:
+    place = (one.record['kind'], one.record['step'], one.record['row'])
+    if place in by_place:
+      raise types.UserError(
+          'two trajectories are the same line of a file: import those of one run at a time'
+      )
+    by_place[place] = one
+  files: dict[File, pipeline.Sampled] = {}
+  for kind, step, row in sorted(by_place):
+    episode, record = by_place[kind, step, row]
+    if (kind, step) not in files:
+      number = record.get('batch', step)
+      staleness = record.get('staleness', 0)
+      files[kind, step] = pipeline.Sampled(number, staleness, [], measured={})
+    files[kind, step].episodes.append(episode)
+  return files
+
+
+def _last_batch(files: Mapping[File, pipeline.Sampled]) -> int:
+  return max((step for kind, step in files if kind == 'train'), default=0)
+
+
+def _new_batches(
+    documents: Sequence[list[types.Episode]], size: int, first: int
+) -> dict[File, pipeline.Sampled]:
+  """Returns batches of `size` documents each, with numbers from `first` on."""
+  files: dict[File, pipeline.Sampled] = {}
+  for number, start in enumerate(range(0, len(documents), size), first):
     groups: dict[str, int] = {}
-    for index, document in enumerate(others[start : start + size]):
-      for row in document:
-        row.episode.group = groups.setdefault(row.episode.task.id, len(groups))
-        row.episode.number = index
-        files['train', number].append(row)
+    rows: list[types.Episode] = []
+    for index, episodes in enumerate(documents[start : start + size]):
+      for episode in episodes:
+        episode.group = groups.setdefault(episode.task.id, len(groups))
+        episode.number = index
+        rows.append(episode)
+    files['train', number] = pipeline.Sampled(number, 0, rows, measured={})
   return files

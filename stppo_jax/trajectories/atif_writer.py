@@ -61,19 +61,18 @@ def write_folder(
   for path in paths:
     file_name = os.path.splitext(os.path.basename(path))[0]
     episodes = saved.read(path, tokenizer).episodes
+    first = saved.read_records(path)[0]
+    origin = {key: first[key] for key in _ORIGIN if key in first}  # equal in all lines
     # A record has no time of its own.
     modified = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
     saved_at = modified.isoformat()
     time = {'started_at': saved_at, 'finished_at': saved_at}
-    records = saved.read_records(path)
     for row, episode in enumerate(episodes):
-      record = records[row]
       task_name = re.sub('[^A-Za-z0-9-]+', '-', episode.task.id)[:60]
       trial = f'{row:04d}_{task_name}'
       trial_folder = os.path.join(folder, file_name, trial)
-      place = {key: record[key] for key in _ORIGIN if key in record} | {'row': row}
-      name = f'{file_name}/{trial}'
-      trajectory = document(episode, place, tokenizer, model, name, tool_form)
+      place = origin | {'row': row}
+      trajectory = document(episode, place, tokenizer, model, f'{file_name}/{trial}', tool_form)
       _write(os.path.join(trial_folder, 'agent', 'trajectory.json'), trajectory)
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
@@ -152,9 +151,14 @@ def _step(
       },
   }
   calls = []
-  for call in _calls(turn.action, text, tool_form):
-    fields = {'function_name': call.name, 'arguments': dict(call.arguments)}
-    calls.append({'tool_call_id': f'call_{number}_{len(calls) + 1}'} | fields)
+  for index, call in enumerate(_calls(turn.action, text, tool_form), start=1):
+    calls.append(
+        {
+            'tool_call_id': f'call_{number}_{index}',
+            'function_name': call.name,
+            'arguments': dict(call.arguments),
+        }
+    )
   if calls:
     step['tool_calls'] = calls
   if len(turn.observation):
@@ -187,23 +191,24 @@ def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -
       'source': episode.task.dataset,
       'config': {'task': {'path': task}, 'trial_name': trial},
       'agent_info': {'name': AGENT, 'version': '1', 'model_info': {'name': model}},
-      'verifier_result': {'rewards': {**episode.metrics, 'reward': episode.score}},
+      'verifier_result': {'rewards': _rewards(episode)},
   }
+
+
+def _rewards(episode: types.Episode) -> dict[str, float]:
+  return episode.metrics | {'reward': episode.score}
 
 
 def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -> dict[str, Any]:
   """Returns what Harbor's viewer shows of a job."""
   by_dataset: dict[str, list[dict[str, float]]] = {}
   for episode in episodes:
-    rewards = by_dataset.setdefault(episode.task.dataset or 'adhoc', [])
-    rewards.append({**episode.metrics, 'reward': episode.score})
+    by_dataset.setdefault(episode.task.dataset or 'adhoc', []).append(_rewards(episode))
   evals = {}
   for dataset, rewards in by_dataset.items():
-    names = dict.fromkeys(name for one in rewards for name in one)
     means = {}
-    for name in names:
-      values = [one.get(name, 0.0) for one in rewards]
-      means[name] = float(np.mean(values))
+    for name in {name: None for one in rewards for name in one}:
+      means[name] = float(np.mean([one.get(name, 0.0) for one in rewards]))
     evals[f'{AGENT}__{model}__{dataset}'] = {'n_trials': len(rewards), 'metrics': [means]}
   return {
       'id': str(uuid.uuid5(uuid.NAMESPACE_OID, file_name)),
