@@ -166,13 +166,6 @@ class BestTest(CheckpointCase):
           self.assertEqual(steps(self.workdir), kept.get(n, steps(self.workdir)))
     self.assertEqual(checkpoints.best(8), 6)
 
-  def test_best_of_an_older_version_is_known(self):
-    with checkpoint.Checkpoints(self.workdir, keep=2) as checkpoints:
-      checkpoints.save(1, STATE, {})
-      checkpoints.save(2, STATE, {'best': [0.5, 1]})
-    with checkpoint.Checkpoints(self.workdir) as checkpoints:
-      self.assertEqual(checkpoints.best(2), 1)
-
   def test_a_score_after_the_save_counts(self):
     for score, step in ((0.5, 1), (0.9, 2)):
       with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:

@@ -108,34 +108,31 @@ def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   return _trained(config, workdir, all_policies)
 
 
-def _untrained(config: Config, all_policies: bool) -> Policy:
+def _untrained(config, all_policies):
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
-  policies = _policies(config)
-  description = f'{config.model.folder}, untrained'
-  if all_policies and len(policies) > 1:
-    return Policy(model, [params] * len(policies), 0, description)
-  return Policy(model, params, 0, description)
+  number = len(_policies(config)) if all_policies else 1
+  return Policy(model, _one_or_list([params] * number), 0, f'{config.model.folder}, untrained')
 
 
-def _trained(config: Config, workdir: str, all_policies: bool) -> Policy:
+def _trained(config, workdir, all_policies):
   parts, actors, updates = _read(config, workdir)
   description = f'{workdir} after {updates} updates'
-  params: Any
-  if '' in actors:
-    params = parts.frozen.policy(actors[''])
-  elif all_policies:
-    params = [parts.frozen.policy(actor) for actor in actors.values()]
-  else:
-    role = config.serve.role or next(iter(actors))
+  roles = list(actors)
+  if len(roles) > 1 and not all_policies:
+    role = config.serve.role or roles[0]
     if role not in actors:
       raise UserError(
-          f'config.serve.role={role!r}: the roles of {workdir} with a policy are '
-          f'{", ".join(actors)}'
+          f'config.serve.role={role!r}: the roles of {workdir} with a policy are {", ".join(roles)}'
       )
-    params = parts.frozen.policy(actors[role])
+    roles = [role]
     description += f', role {role}'
-  return Policy(parts.model, params, updates, description)
+  policies = [parts.frozen.policy(actors[role]) for role in roles]
+  return Policy(parts.model, _one_or_list(policies), updates, description)
+
+
+def _one_or_list(values):
+  return values[0] if len(values) == 1 else values
 
 
 def _policies(config: Config) -> tuple[str, ...]:
@@ -157,14 +154,10 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
       return prepare.load_policy(config, head, folder, place, variant.value_outputs)
     model = prepare.load_shape(config, head, folder, variant.value_outputs)
-    return model, jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
+    return model, decoder.shapes(model)
 
   parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
-  like = jax.tree.map(
-      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-      parts.actor,
-      place(parts.actor),
-  )
+  like = sharding.placed(parts.actor, place(parts.actor))
   policies = _policies(config)
   wanted = {'actor': like}
   if len(policies) > 1:

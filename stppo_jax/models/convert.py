@@ -8,7 +8,6 @@ import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
-import functools
 import math
 import pathlib
 from typing import Any
@@ -51,7 +50,7 @@ def load_hf(
   folder = pathlib.Path(folder)
   config = hf_config.load(folder, head, param_dtype, dtype, value_outputs)
   entries = hf_config.table(config)
-  shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
+  shapes = decoder.shapes(config)
   places = () if shardings is None else (shardings(shapes),)
   entries_by_path = collections.defaultdict(list)  # layer by layer, expert by expert
   for entry in entries:

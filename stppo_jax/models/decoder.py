@@ -21,7 +21,6 @@ Einsum letters are those of `types.py`.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import chex
@@ -371,10 +370,14 @@ def unstack_layers(params: Params, config: ModelConfig) -> Params:
   return params | {'layers': _unstack(params['layers'], config)}
 
 
+def shapes(config: ModelConfig) -> Params:
+  """Returns the parameters of `init` as ShapeDtypeStructs."""
+  return jax.eval_shape(lambda: init(jax.random.key(0), config))
+
+
 def num_params(config: ModelConfig) -> int:
-  """Counts the parameters of `init` without allocating them. Tied embeddings count once."""
-  shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+  """Counts the parameters of `init`. Tied embeddings count once."""
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
 
 
 def _embed(params, config, tokens):

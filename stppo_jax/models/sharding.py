@@ -146,6 +146,18 @@ def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None =
   return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def shapes(tree: Any) -> Any:
+  """Returns the ShapeDtypeStructs of arrays, with their shardings."""
+  return placed(tree, jax.tree.map(lambda x: x.sharding, tree))
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Returns the ShapeDtypeStructs of a tree, with these shardings."""
+  return jax.tree.map(
+      lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
+  )
+
+
 def layer_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
   """Returns the axes of one layer's slice [..] of a parameter of `layers` [L,..], by RULES."""
   return P(*_spec(name, (1, *shape), mesh)[1:])

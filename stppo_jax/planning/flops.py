@@ -16,18 +16,23 @@ def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
   """
   total = 0.0
   for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
-    if eqn.primitive.name == 'dot_general':
-      (contracted, _), _ = eqn.params['dimension_numbers']
-      left = eqn.invars[0].aval.shape
-      outputs = math.prod(eqn.outvars[0].aval.shape)
-      total += 2 * outputs * math.prod(left[i] for i in contracted)
-    elif eqn.primitive.name == 'ragged_dot_general':
+    name = eqn.primitive.name
+    if name == 'dot_general':
+      total += _dot_flops(eqn)
+    elif name == 'ragged_dot_general':
       total += _ragged_flops(eqn)
     else:
-      inner = [matmul_flops(value, open_trips) for value in _jaxprs(eqn.params)]
-      counted = max(inner) if eqn.primitive.name == 'cond' else sum(inner)
+      inner = [matmul_flops(part, open_trips) for part in _jaxprs(eqn.params)]
+      counted = max(inner) if name == 'cond' else sum(inner)
       total += counted * _times(eqn, open_trips)
   return total
+
+
+def _dot_flops(eqn):
+  (contracted, _), _ = eqn.params['dimension_numbers']
+  left = eqn.invars[0].aval.shape
+  outputs = math.prod(eqn.outvars[0].aval.shape)
+  return 2 * outputs * math.prod(left[axis] for axis in contracted)
 
 
 def _ragged_flops(eqn):
@@ -35,8 +40,10 @@ def _ragged_flops(eqn):
   numbers = eqn.params['ragged_dot_dimension_numbers']
   (_, contracted), (_, batch) = numbers.dot_dimension_numbers
   used = {*contracted, *batch, *numbers.rhs_group_dimensions}
-  left, right = (eqn.invars[i].aval.shape for i in (0, 1))
-  return 2 * math.prod(left) * math.prod(n for i, n in enumerate(right) if i not in used)
+  left = eqn.invars[0].aval.shape
+  right = eqn.invars[1].aval.shape
+  outputs = [size for axis, size in enumerate(right) if axis not in used]
+  return 2 * math.prod(left) * math.prod(outputs)
 
 
 def _times(eqn, open_trips):
@@ -54,6 +61,7 @@ def _times(eqn, open_trips):
 
 def _jaxprs(params):
   for value in params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    for item in items:
       if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
         yield item

@@ -39,29 +39,41 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
   count: collections.Counter[str] = collections.Counter()
   size: collections.Counter[str] = collections.Counter()
 
+  def add_collective(kind, times, instruction, channels):
+    result, opcode, line = instruction
+    channel = re.search(r'channel_id=(\d+)', line)
+    if channel and channel[1] in channels:
+      return
+    channels.add(channel and channel[1])
+    count[kind] += times
+    size[kind] += times * _moved(kind, opcode != kind, result, line)
+
   def walk(name, times, channels):
-    for result, opcode, line in computations.get(name, ()):
+    for instruction in computations.get(name, ()):
+      _, opcode, line = instruction
       kind = opcode.removesuffix('-start')
       if kind in KINDS:
-        channel = re.search(r'channel_id=(\d+)', line)
-        if channel and channel[1] in channels:
-          continue
-        channels.add(channel and channel[1])
-        count[kind] += times
-        size[kind] += times * _moved(kind, opcode != kind, result, line)
+        add_collective(kind, times, instruction, channels)
       elif not opcode.endswith(('-done', '-update')):
-        called = _CALLED.findall(line)
-        for branches in _BRANCHES.findall(line):
-          called += [branch.strip(' %') for branch in branches.split(',')]
-        trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
+        trips = 1
+        if opcode == 'while':
+          trips = _trips(line, computations, open_trips)
         # TPU programs split one collective into many fusions that share its channel.
         shares_channels = opcode in ('fusion', 'async-start')
-        for inner in called:
+        for inner in _called(line):
           walk(inner, times * trips, channels if shares_channels else set())
 
   walk(entry, 1, set())
   totals = [Collective(kind, count[kind], int(size[kind])) for kind in count]
   return tuple(sorted(totals, key=lambda collective: -collective.bytes))
+
+
+def _called(line):
+  """Returns the names of the computations that an instruction calls."""
+  called = _CALLED.findall(line)
+  for branches in _BRANCHES.findall(line):
+    called += [branch.strip(' %') for branch in branches.split(',')]
+  return called
 
 
 def _trips(line, computations, open_trips):
@@ -85,8 +97,8 @@ def _trips(line, computations, open_trips):
 def _computations(text):
   """Returns (name of the entry, {computation: [(result type, opcode, line)]})."""
   entry = ''
-  computations: dict[str, list[tuple[str, str, str]]] = {}
-  current: list[tuple[str, str, str]] = []
+  computations = {}
+  current = []
   for line in text.splitlines():
     if match := _COMPUTATION.match(line):
       current = computations.setdefault(match[2], [])
@@ -102,11 +114,15 @@ def _moved(kind, is_async, result, line):
   sizes = []
   for dtype, dims in _SHAPE.findall(result):
     if dims or not is_async:
-      sizes.append(math.prod(map(int, filter(None, dims.split(',')))) * _item_bytes(dtype))
+      lengths = [int(length) for length in dims.split(',') if length]
+      sizes.append(math.prod(lengths) * _item_bytes(dtype))
   if is_async and kind != 'all-reduce':  # (operands, results)
     half = len(sizes) // 2
     return max(sum(sizes[:half]), sum(sizes[half:]))
-  return sum(sizes) * (_group_size(line) if kind == 'reduce-scatter' else 1)
+  moved = sum(sizes)
+  if kind == 'reduce-scatter':
+    moved *= _group_size(line)
+  return moved
 
 
 def _item_bytes(dtype):

@@ -120,49 +120,56 @@ def make(config: Config, topology: str = '') -> Plan:
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = bool(topology) and chip.name == topologies.CHIPS['h100'].name
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
-
+    options = dataclasses.replace(config.model, attention='plain')
+    config = dataclasses.replace(config, model=options)
   variant = objective.make_variant(config)
+  reference_memory = None
+  if 'reference' in on_host:
+    reference_memory = sharding.HOST
+
+  def on_mesh(shapes, memory_kind=None):
+    return sharding.placed(shapes, sharding.tree_shardings(shapes, mesh, memory_kind))
 
   def load(head, folder=None, memory_kind=None):
-    shape = prepare.load_shape(config, head, folder, variant.value_outputs)
-    return shape, _on(mesh, _params(shape), memory_kind)
+    model = prepare.load_shape(config, head, folder, variant.value_outputs)
+    return model, on_mesh(decoder.shapes(model), memory_kind)
 
-  model, critic_model, actor, critic, frozen = learner_lib.load(
-      config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
-  )
+  def make_shapes(function):
+    return on_mesh(jax.eval_shape(function))
+
+  models = learner_lib.load(config, variant, load, make_shapes)
+  model = models.model
+  frozen = models.frozen
   if learner_lib.needs_reference(config, variant):
-    frozen = dataclasses.replace(
-        frozen, reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
-    )
-  spec = dataclasses.replace(
-      learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
-      lengths=config.train.length_buckets[-1:],
-  )
+    reference = on_mesh(models.actor, reference_memory)
+    frozen = dataclasses.replace(frozen, reference=reference)
+  spec = learner_lib.make_spec(config, variant, model, models.critic_model, devices[0])
+  spec = dataclasses.replace(spec, lengths=config.train.length_buckets[-1:])
   if config.teacher.folder:
-    memory_kind = sharding.HOST if 'reference' in on_host else None
     teacher_model = prepare.load_shape(learner_lib.teacher_config(config))
-    teacher = _on(mesh, _params(teacher_model), memory_kind)
+    teacher = on_mesh(decoder.shapes(teacher_model), reference_memory)
     frozen = dataclasses.replace(frozen, teacher=teacher)
     spec = learner_lib.with_teacher(spec, teacher_model)
-  state = jax.eval_shape(functools.partial(state_lib.create, spec), actor, critic)
-  state = jax.tree.map(_shape, state, state_lib.shardings(state, mesh, on_host))
+  create = functools.partial(state_lib.create, spec)
+  state = jax.eval_shape(create, models.actor, models.critic)
+  state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
   sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh)
   evaluated = sampler.greedy(config.eval.rows).num_groups  # before and after a run at least
   sampler.num_groups = max(sampler.num_groups, evaluated)  # each has a cache
+  attention = spec.actor.attention
+  if absent_gpu:
+    attention += ' (cuDNN cannot be traced without a GPU)'
   plan = Plan(
       config=config,
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
-      attention=spec.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
-      num_params=_num_params(config, model, critic_model, state),
+      attention=attention,
+      num_params=_num_params(models, state),
       held=_held(config, sampler, state, frozen),
       sampler=sampler,
   )
-  # Sums over micro-batches: g and C of the actor, and the critic's.
-  gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
   for program in _programs(plan, spec, state, frozen):
     _compile(program, plan)
     plan.programs.append(program)
@@ -170,66 +177,64 @@ def make(config: Config, topology: str = '') -> Plan:
   if config.pipeline.staleness and not config.rollout.engine:
     _add_concurrent(plan)
   plan.rollout = estimate_rollout(plan)
+  # Sums over micro-batches: g and C of the actor, and the critic's.
+  gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
   _find_largest(plan, gradients)
   return plan
 
 
-def _params(model):
-  return jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
-
-
-def _on(mesh, tree, memory_kind=None):
-  """Returns the same shapes with their shardings."""
-  return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh, memory_kind))
-
-
-def _shape(x, placed):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
-
-
 def _sizes(tree):
   """Returns (bytes in total, bytes per device) of ShapeDtypeStructs; without a sharding: on one."""
-  total = per_device = 0
+  total = 0
+  per_device = 0
   for leaf in jax.tree.leaves(tree):
-    part = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    total += math.prod(leaf.shape) * leaf.dtype.itemsize
-    per_device += math.prod(part) * leaf.dtype.itemsize
+    part = leaf.shape
+    if leaf.sharding is not None:
+      part = leaf.sharding.shard_shape(leaf.shape)
+    itemsize = leaf.dtype.itemsize
+    total += leaf.size * itemsize
+    per_device += math.prod(part) * itemsize
   return total, per_device
 
 
-def _num_params(config, model, critic_model, state):
+def _num_params(models, state):
   """Returns the number of parameters of each model, and with adapters that of the trained ones."""
-  models = {'policy': model, 'critic': critic_model}
-  counts = {name: decoder.num_params(shape) for name, shape in models.items() if shape}
-  if config.model.lora_rank:
-    counts['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
+  counts = {'policy': decoder.num_params(models.model)}
+  if models.critic_model is not None:
+    counts['critic'] = decoder.num_params(models.critic_model)
+  if models.frozen.actor:
+    trained = jax.tree.leaves((state.actor, state.critic))
+    counts['trained'] = sum(x.size for x in trained)
   return counts
 
 
 def _held(config, sampler, state, frozen):
   """Returns {name: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
+  policy = frozen.policy(state.actor)
   trees = {
-      'policy': frozen.policy(state.actor),
+      'policy': policy,
       'critic': (frozen.critic, state.critic),
       'optimizers': (state.actor_opt, state.critic_opt, state.previous_actor),
       'reference policy': frozen.reference,
       'teacher': frozen.teacher,
   }
-
-  def sizes(tree, on_host):
-    leaves = jax.tree.leaves(tree)
-    return _sizes([x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host])
-
-  rows = sampler.width * sampler.num_groups
-  context = sampler.empty.eval_shape(rows, sampler.slot_buckets[-1])
-  held = {name: sizes(tree, on_host=False) for name, tree in trees.items()}
-  held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
-  held['KV cache'] = _sizes((context.k, context.v))
+  held = {}
+  held_on_host = {}
+  for name, tree in trees.items():
+    parts: dict[bool, list] = {True: [], False: []}
+    for leaf in jax.tree.leaves(tree):
+      is_on_host = leaf.sharding.memory_kind == sharding.HOST
+      parts[is_on_host].append(leaf)
+    held[name] = _sizes(parts[False])
+    held_on_host[f'{name}, on the host'] = _sizes(parts[True])
   if config.rollout.engine:
     held |= {'sampling copy': (0, 0), 'KV cache': (0, 0)}
-  for name, tree in trees.items():
-    held[f'{name}, on the host'] = sizes(tree, on_host=True)
-  return held
+  else:
+    rows = sampler.width * sampler.num_groups
+    context = sampler.empty.eval_shape(rows, sampler.slot_buckets[-1])
+    held['sampling copy'] = _sizes(sampler.shapes_of_copy(policy))
+    held['KV cache'] = _sizes((context.k, context.v))
+  return held | held_on_host
 
 
 def _programs(plan, spec, state, frozen):
@@ -242,23 +247,27 @@ def _programs(plan, spec, state, frozen):
 def _compile(program, plan):
   """Compiles the program and fills in its memory and collectives."""
   logging.info('compiling %s for %s', program.name, plan.topology)
-  options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
+  options = None
+  if plan.tpu_limit_mib:
+    options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib}
+  lowered = program.traced.lower()
   try:
-    compiled = program.traced.lower().compile(options)
+    compiled = lowered.compile(options)
   except jax.errors.JaxRuntimeError as error:
     used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
     if not used:
       raise topologies.explained(error, plan.topology) from error
     # The compiler rejects a program that does not fit. Its figure includes the arguments.
-    program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
+    unit = {'M': 2**20, 'G': GIB}[used[2]]
+    program.temporaries = int(float(used[1]) * unit)
     program.note = ', rejected by the compiler for its size'
-  else:
-    memory = compiled.memory_analysis()
-    new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    code = memory.generated_code_size_in_bytes
-    program.arguments = memory.argument_size_in_bytes
-    program.temporaries = memory.temp_size_in_bytes + new_results + code
-    program.collectives = hlo.collectives(compiled.as_text(), program.trips)
+    return
+  memory = compiled.memory_analysis()
+  new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  code = memory.generated_code_size_in_bytes
+  program.arguments = memory.argument_size_in_bytes
+  program.temporaries = memory.temp_size_in_bytes + new_results + code
+  program.collectives = hlo.collectives(compiled.as_text(), program.trips)
 
 
 def _estimate(program, plan):
@@ -277,17 +286,22 @@ def _estimate(program, plan):
     return
   compute_s = program.flops / (plan.mesh.size * chip.flops)
   memory_s = (program.arguments + program.temporaries) / chip.bandwidth
-  sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
+  sent = 0
+  for collective in program.collectives:
+    times = 2 if collective.kind == 'all-reduce' else 1
+    sent += times * collective.bytes
   program.seconds = max(compute_s, memory_s, sent / chip.link)
 
 
 def _decoded_token(program, plan):
   """Returns what a decoded token reads and sends. It reads a few rows of an untied embedding."""
-  sampler, model = plan.sampler, plan.sampler.config
+  sampler = plan.sampler
+  model = sampler.config
   weights = plan.held['sampling copy'][1]
   if not model.tie_embeddings:
     parts = layout.num_shards(sampler.row_sharding, 'tensor')
-    weights -= model.vocab_size * model.d_model // parts * jnp.dtype(model.dtype).itemsize
+    embedding = model.vocab_size * model.d_model // parts
+    weights -= embedding * jnp.dtype(model.dtype).itemsize
   rows_and_slots = sampler.num_groups * sampler.slot_buckets[-1]
   return roofline.Token(
       weights=weights,
@@ -305,12 +319,14 @@ def estimate_rollout(plan: Plan) -> roofline.Rollout | None:
   is_known = all(seconds.get(name) for name in ('copy', 'prefill', 'decode'))
   if plan.token is None or not plan.chip.flops or not is_known:
     return None
-  config, lengths = plan.config, plan.config.rollout
+  config = plan.config
+  lengths = config.rollout
   steps = programs.tokens_per_episode(config)
+  longest_prompt = min(lengths.max_prompt, lengths.max_total - steps)
   decode_s = roofline.decode_seconds(
       plan.token,
       steps,
-      max(min(lengths.max_prompt, lengths.max_total - steps), 0),
+      max(longest_prompt, 0),
       lengths.max_total,
       plan.sampler.slot_buckets,
       plan.chip,

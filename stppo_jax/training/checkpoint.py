@@ -28,6 +28,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
+from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -118,7 +119,6 @@ class Checkpoints:
 
   def best(self, updates: int) -> int:
     """Returns the best checkpoint up to `updates`; without a score so far, `updates`."""
-    self.progress(updates)  # has the best score of an older version
     steps = [step for step in self._manager.all_steps() if step <= updates]
     step = self._policy.best(steps)
     if step is None or step == updates:
@@ -132,7 +132,7 @@ class Checkpoints:
 
   def restore(self, updates: int, like: Any) -> Any:
     """Returns the state after `updates`, with structure, shapes and shardings of `like`."""
-    return self._restore(updates, 'state', ocp.args.StandardRestore(_shapes(like)))
+    return self._restore(updates, 'state', ocp.args.StandardRestore(sharding.shapes(like)))
 
   def restore_part(self, updates: int, like: Any) -> Any:
     """Returns the part of the state that `like` is, with its shapes and shardings.
@@ -147,16 +147,12 @@ class Checkpoints:
 
   def restore_copies(self, updates: int, like: Any, number: int) -> list[Any]:
     """Returns the `copies` saved after `updates`, with the structure and shardings of `like`."""
-    shapes = [_shapes(like)] * number
+    shapes = [sharding.shapes(like)] * number
     return self._restore(updates, 'copies', ocp.args.StandardRestore(shapes))
 
   def progress(self, updates: int) -> dict[str, Any]:
     """Returns the `progress` saved after `updates`."""
-    progress = self._restore(updates, 'progress', ocp.args.JsonRestore())
-    if best := progress.get('best'):  # written by version 0.8, which had no scores.json
-      score, step = best
-      self._policy.scores.setdefault(step, score)
-    return progress
+    return self._restore(updates, 'progress', ocp.args.JsonRestore())
 
   def _restore(self, updates, item, args):
     restored = self._manager.restore(updates, args=ocp.args.Composite(**{item: args}))
@@ -374,10 +370,6 @@ def fingerprint(workdir: str, updates: int) -> str:
   """Returns the CRC of a checkpoint's list of checksums; '' without one."""
   path = os.path.join(workdir, 'checkpoints', str(updates), _CHECKSUMS)
   return f'{_crc(path):08x}' if os.path.exists(path) else ''
-
-
-def _shapes(tree):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _checksums(folder):

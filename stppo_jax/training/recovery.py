@@ -93,7 +93,8 @@ def check_shared(workdir: str) -> None:
 
 def claim(config: config_lib.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
-  digests, objective = prepare.sources(config), variant.described()
+  digests = prepare.sources(config)
+  objective = variant.described()
   hosts.require_same('plug-ins and models', [digests, objective])
   hosts.by_writer(
       workdir_lib.claim,
@@ -203,7 +204,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
       return progress, []
     logging.info('resumed after %d updates', newest)
     ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
-    unsampled = saved.get('unsampled', [])  # version 0.7 waited for all
+    unsampled = saved['unsampled']
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
       like = batches.copy(learners.actor)
@@ -223,7 +224,8 @@ class RunCheckpoints(checkpoint.Checkpoints):
     rate has a schedule, that needs config.train.schedule_updates.
     """
     copies: dict[int, Any] = {}  # by identity: the first batches of a run share one
-    sampled, unsampled = [], []
+    sampled = []
+    unsampled = []
     for batch in ahead:
       if isinstance(batch, pipeline_lib.Sampled):
         sampled.append(pipeline_lib.to_json(batch))
