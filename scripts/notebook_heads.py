@@ -78,7 +78,7 @@ def colab_note(address: str) -> str:
     return 'The first cell clones the repository in Colab.'
   return (
       f'For Colab, run `{ARCHIVE}` in a clone, and upload the notebook with *File > Upload '
-      'notebook*. Its first cell asks for `stppo_jax.zip`.'
+      'notebook*. Its first cell then asks for `stppo_jax.zip`.'
   )
 
 
@@ -88,7 +88,7 @@ def with_head(name: str, notebook: dict[str, Any], address: str) -> dict[str, An
   paragraphs = ''.join(title['source']).split('\n\n')
   own = [text for text in paragraphs[1:] if not text.startswith(('[![', NOTE))]
   note = f'{NOTE}in a clone of the repository. {colab_note(address)}'
-  text = '\n\n'.join([paragraphs[0], badge(name, address), own[0], note, *own[1:]])
+  text = '\n\n'.join([paragraphs[0], badge(name, address), *own, note])
   installs, modules = PACKAGES.get(name, ((), ()))
   source = FIRST_CELL.format(
       more_imports='' if address else 'import shutil\n',
