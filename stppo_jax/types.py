@@ -33,6 +33,7 @@ from typing import Any
 from typing import TypeVar
 import zlib
 
+from absl import logging
 import flax
 import jax
 import numpy as np
@@ -83,6 +84,10 @@ class Section:
 
   def __setattr__(self, name: str, value: Any) -> None:
     known = self.__dataclass_fields__  # type: ignore[attr-defined]
+    for field in known.values():
+      if name and 'rules' in field.metadata and name == field.metadata['rules'].old_name:
+        logging.warning('the setting %s is now called %s', name, field.name)
+        name = field.name
     if name not in known:
       near = hint(name, known) or f'; there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
@@ -104,6 +109,7 @@ class Rules:
   above: float | None = None
   below: float | None = None
   finite: bool = True  # neither NaN nor infinite
+  old_name: str = ''  # still works in this version, with a warning
   plugin: bool = False  # 'module:attribute' is allowed too, see plugins.py
   prefixes: tuple[str, ...] = ()  # prefixes that are no module, as in 'gem:ID'
   needs_trust: bool = False  # a run's config.json may only set it with --trust_workdir

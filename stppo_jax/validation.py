@@ -14,6 +14,8 @@ import re
 import typing
 from typing import Any
 
+from absl import logging
+
 from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
@@ -51,6 +53,16 @@ def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
     else:
       kind_by_path |= kinds(field.type, path + '.')
   return kind_by_path
+
+
+def current_path(path: str) -> str:
+  """Returns the path of a setting that may be given by its old name."""
+  section, _, name = path.rpartition('.')
+  for current, rules, _ in fields(Config()):
+    if name and rules.old_name == name and current.startswith(f'{section}.'):
+      logging.warning('config.%s is now called config.%s', path, current)
+      return current
+  return path
 
 
 def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:
