@@ -6,8 +6,8 @@ import numpy as np
 
 from stppo_jax.models import moe
 from stppo_jax.monitoring import health
-from stppo_jax.monitoring import metric_names
 from stppo_jax.training import diagnostics
+from tests.support import metric_meanings
 
 
 class MetricNamesTest(parameterized.TestCase):
@@ -21,7 +21,7 @@ class MetricNamesTest(parameterized.TestCase):
       ('actor/unknown', ''),
   )
   def test_the_most_specific_name_counts(self, name, meaning):
-    self.assertEqual(metric_names.meaning(name), meaning)
+    self.assertEqual(metric_meanings.meaning(name), meaning)
 
   def test_metrics_of_roles_rules_and_experts_are_described(self):
     sums = {'tokens': np.ones((1, 2)), 'entropy': np.ones(1), 'replaced': 0, 'changed': 0}
@@ -30,7 +30,7 @@ class MetricNamesTest(parameterized.TestCase):
     names += [f'health/{name}' for name in health.RULES]
     names += [name for rule in health.RULES.values() for name in rule.metrics]
     for name in names:
-      self.assertTrue(metric_names.meaning(name), name)
+      self.assertTrue(metric_meanings.meaning(name), name)
 
 
 if __name__ == '__main__':

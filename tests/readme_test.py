@@ -19,8 +19,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import modes
-from stppo_jax.monitoring import metric_names
 from stppo_jax.monitoring import metrics as metrics_lib
+from tests.support import metric_meanings
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -146,7 +146,7 @@ class HowToAddTest(parameterized.TestCase):
     last = metrics_lib.read_metrics(workdir)[-1]
     self.assertEqual(last['step'], 1)
     own = [metric for metric in last if metric not in ('step', 'time', 'nonfinite')]
-    self.assertEmpty([metric for metric in own if not metric_names.meaning(metric)])
+    self.assertEmpty([metric for metric in own if not metric_meanings.meaning(metric)])
     if name == 'guess.py':
       self.assertIn('env/right/mean', last)
     if name == 'guess_word.py':

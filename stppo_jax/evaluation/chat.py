@@ -7,7 +7,6 @@ pipe each line is a question.
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 import contextlib
 import dataclasses
 import os
@@ -103,7 +102,7 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   return players.make_agent(config, model, prepared)
 
 
-def _typed_lines() -> Iterator[str]:
+def _typed_lines():
   """Yields the lines that a user types."""
   with contextlib.suppress(ImportError):  # without it, input() has no history
     import readline  # noqa: F401
@@ -188,5 +187,5 @@ class Screen:
     self._out.flush()
 
 
-def _printable(text: str) -> str:
+def _printable(text):
   return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)

@@ -72,7 +72,7 @@ _SHAPES = (
 SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
 
 
-def _check_trained(config: Config, workdir: str) -> None:
+def _check_trained(config, workdir):
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
     raise UserError(
@@ -135,14 +135,14 @@ def _one_or_list(values):
   return values[0] if len(values) == 1 else values
 
 
-def _policies(config: Config) -> tuple[str, ...]:
+def _policies(config):
   """Returns `Components.policies`. Imports the environment only if each role has a policy."""
   if config.model.role_parameters == 'shared':
     return ('',)
   return components.resolve(config).policies
 
 
-def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
+def _read(config, workdir):
   """Returns (models, {policy: its trained parameters}, updates): see `Components.policies`.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.

@@ -258,7 +258,7 @@ def _read(folder, tensors, entries, leaf):
     if entry.name not in tensors:  # a value head that the folder lacks
       continue
     tensor = tensors[entry.name][:]
-    if not _is_finite(tensor):
+    if not np.isfinite(tensor).all():
       raise UserError(
           f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
           'skipped; use another copy or an earlier checkpoint'
@@ -267,13 +267,6 @@ def _read(folder, tensors, entries, leaf):
       tensor = tensor.T
     part.reshape(tensor.shape)[...] = tensor
   return parameter
-
-
-def _is_finite(tensor):
-  """Of bfloat16 it reads the exponents, which is much faster."""
-  if tensor.dtype != hf_config.DTYPES['bfloat16']:
-    return bool(np.isfinite(tensor).all())
-  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _copy_out(params, dtype, entry):

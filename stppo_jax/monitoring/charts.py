@@ -91,7 +91,7 @@ def _limit_names(name):
   return f'{stem}/min', f'{stem}/max'
 
 
-def _thinned(column: Column) -> list[int]:
+def _thinned(column):
   """Returns the steps to draw: all, or the extremes of each of MAX_POINTS / 2 bins."""
   steps = sorted(column)
   if len(steps) <= MAX_POINTS:
@@ -104,7 +104,7 @@ def _thinned(column: Column) -> list[int]:
   return sorted(chosen)
 
 
-def _strided(column: Column) -> list[int]:
+def _strided(column):
   """Returns every n-th step. The step alone decides, so that the layers of a stack agree."""
   last = max(column)
   stride = last // MAX_POINTS + 1

@@ -5,8 +5,6 @@ the metrics of real runs. In a name, `<..>` stands for any text without a slash,
 or b. Lengths are in tokens, times in seconds, KL in nats per token.
 """
 
-import re
-
 # Title -> {name: meaning}.
 GROUPS: dict[str, dict[str, str]] = {
     'Episodes of the update': {
@@ -219,21 +217,3 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     'Health': {'health/<rule>': '1 if the limit `config.health.<rule>` is exceeded, else 0.'},
 }
-
-
-def meaning(name: str) -> str:
-  """Returns the meaning of a metric; '' if the table does not have it.
-
-  Of several names with placeholders, the one with the longest fixed text counts.
-  """
-  table = {pattern: text for metrics in GROUPS.values() for pattern, text in metrics.items()}
-  matches = [pattern for pattern in table if re.fullmatch(_regex(pattern), name)]
-  if not matches:
-    return ''
-  return table[max(matches, key=lambda pattern: len(re.sub(r'<\w+>', '', pattern)))]
-
-
-def _regex(pattern: str) -> str:
-  """Returns the regular expression of a name with placeholders."""
-  expression = re.sub(r'<\w+>', '[^/]+', pattern)
-  return re.sub(r'\{(.*?)\}', lambda match: f'(?:{match[1].replace(",", "|")})', expression)

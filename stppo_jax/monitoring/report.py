@@ -55,7 +55,7 @@ def live_page() -> str:
   return _page({'live': True, 'runs': []})
 
 
-def _page(data: dict[str, Any]) -> str:
+def _page(data):
   scripts = {
       'uplot': f'/*\nuPlot\n\n{_read("uPlot.LICENSE")}*/\n{_read("uPlot.iife.min.js")}',
       'script': ''.join(map(_read, ('page.js', 'curves.js', 'episodes.js', 'start.js'))),
@@ -69,7 +69,7 @@ def _page(data: dict[str, Any]) -> str:
   return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], _read('page.html'))
 
 
-def _read(name: str) -> str:
+def _read(name):
   return (_PAGE / name).read_text(encoding='utf-8')
 
 
@@ -106,7 +106,7 @@ def page_data(workdir: str) -> dict[str, Any]:
   }
 
 
-def _content_hash(script: str) -> str:
+def _content_hash(script):
   digest = hashlib.sha256(script.encode('utf-8')).digest()
   return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
@@ -145,7 +145,7 @@ def _scores(rows):
 # Warnings.
 
 
-def _broken_rules(rows: Rows) -> dict[str, list[int]]:
+def _broken_rules(rows):
   """Returns {rule of health.py: updates at which it was broken}."""
   broken: dict[str, list[int]] = {}
   for row in rows:

@@ -137,14 +137,14 @@ def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
   return answers
 
 
-def _find_run(folder: str, name: str) -> str:
+def _find_run(folder, name):
   runs = find_runs(folder)
   if name not in runs:
     raise NotFoundError
   return runs[name]
 
 
-def _files(path: str) -> RunFiles:
+def _files(path):
   try:
     status = os.stat(os.path.join(path, metrics.FILE_NAME))
     size_and_time = (status.st_size, status.st_mtime_ns)
@@ -154,7 +154,7 @@ def _files(path: str) -> RunFiles:
 
 
 @functools.lru_cache(maxsize=_MAX_RUNS)
-def _summary(name: str, path: str, files: RunFiles) -> dict[str, Any]:
+def _summary(name, path, files):
   rows = metrics.read_metrics(path)
   main = report.main_metric(rows)
   scores = [row[main] for row in rows if row.get(main) is not None]
@@ -170,7 +170,7 @@ def _summary(name: str, path: str, files: RunFiles) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _page_data(path: str, files: RunFiles) -> dict[str, Any]:
+def _page_data(path, files):
   del files  # a key of the cache
   return report.page_data(path)
 
@@ -204,7 +204,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     except UserError as error:
       self._answer(http.HTTPStatus.INTERNAL_SERVER_ERROR, 'text/plain', str(error))
 
-  def _api(self, path: str, query: dict[str, str]) -> Any:
+  def _api(self, path, query):
     name = query.get('name', '')
     try:
       step = int(query.get('update', '0'))
@@ -221,7 +221,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       return question(self._folder, name, task)
     raise NotFoundError
 
-  def _answer(self, status: http.HTTPStatus, kind: str, text: str) -> None:
+  def _answer(self, status, kind, text):
     body = text.encode('utf-8', 'replace')
     self.send_response(status)
     self.send_header('Content-Type', f'{kind}; charset=utf-8')

@@ -124,11 +124,7 @@ def claim(
     accepts_changes: whether the sources of plug-ins may have changed.
   """
   path = os.path.join(workdir, 'config.json')
-  record = {**config}
-  if digests:
-    record['plugins'] = digests
-  if objective:
-    record['objective'] = objective
+  record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
   record = _as_json(record)
   if not _has_begun(workdir):
     write_whole(path, json.dumps(record, indent=2))
@@ -150,7 +146,15 @@ def claim(
           'former source, or --config.train.accept_changed_plugins'
       )
     logging.warning('%s: the run continues with it', changed)
-  _check_objective(workdir, saved.get('objective', {}), record.get('objective', {}))
+  objective_there = saved.get('objective', {})
+  objective_here = record['objective']
+  common = objective_there.keys() & objective_here.keys()
+  if different := _different(common, objective_there, objective_here):
+    raise UserError(
+        f'--workdir={workdir!r} belongs to a run with another objective, by a variant of the same '
+        f'name: {enumerate_first(different.values())}. Give another --workdir, or the former '
+        'variant'
+    )
   if 'train_questions' in saved:
     record['train_questions'] = saved['train_questions']
   write_whole(path, json.dumps(record, indent=2))
@@ -188,11 +192,16 @@ def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
   """Returns {setting: 'setting (there, here)'} of settings that differ from config.json's."""
   there = flatten(read_settings(workdir))
   here = flatten(_as_json(config))
-  return {
-      name: f'{name} ({there.get(name)!r} there, {here.get(name)!r} here)'
-      for name in sorted(here.keys() | there.keys())
-      if here.get(name) != there.get(name)
-  }
+  return _different(here.keys() | there.keys(), there, here)
+
+
+def _different(names, there, here):
+  """Returns {name: 'name (there, here)'} of the names whose values differ."""
+  texts = {}
+  for name in sorted(names):
+    if here.get(name) != there.get(name):
+      texts[name] = f'{name} ({there.get(name)!r} there, {here.get(name)!r} here)'
+  return texts
 
 
 def enumerate_first(texts: Iterable[str]) -> str:
@@ -209,7 +218,7 @@ def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
   return [field for field, digest in digests.items() if saved.get(field, digest) != digest]
 
 
-def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_same_sampler(workdir, there, here):
   """Raises a UserError if only one of two configs has a sampling engine.
 
   An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint.
@@ -224,21 +233,7 @@ def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[st
     )
 
 
-def _check_objective(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-  """Raises a UserError for another objective of the same name. Only common fields are compared."""
-  different = [
-      f'{name} ({there[name]!r} there, {here[name]!r} here)'
-      for name in sorted(there.keys() & here.keys())
-      if there[name] != here[name]
-  ]
-  if different:
-    raise UserError(
-        f'--workdir={workdir!r} belongs to a run with another objective, by a variant of the same '
-        f'name: {enumerate_first(different)}. Give another --workdir, or the former variant'
-    )
-
-
-def _has_begun(workdir: str) -> bool:
+def _has_begun(workdir):
   """Returns whether a run has written numbers or checkpoints next to config.json."""
   if not os.path.exists(os.path.join(workdir, 'config.json')):
     return False
@@ -247,7 +242,7 @@ def _has_begun(workdir: str) -> bool:
   return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or any(map(str.isdigit, names))
 
 
-def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(value):
   """Returns the values as config.json holds them: tuples become lists."""
   return json.loads(json.dumps(value))
 

@@ -12,7 +12,6 @@ Without log-probs an episode can be imitated, but no policy gradient can use it.
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -159,7 +158,7 @@ class AtifReader:
     self._check_ids(episodes, question, name)
     return episodes
 
-  def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
+  def _check_ids(self, episodes, question, name):
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
     ids = np.concatenate([episode.unroll()[0] for episode in episodes])
     wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
@@ -175,7 +174,7 @@ class AtifReader:
         f'{reason}. Give the model that sampled them, or encode the texts instead: --retokenize'
     )
 
-  def _encode_own(self, episode: types.Episode, steps: Sequence[AtifStep]) -> None:
+  def _encode_own(self, episode, steps):
     """Encodes the texts of an own document, which hold everything that the policy read.
 
     Prompts and observations keep their ids if this tokenizer gives them the same text. Otherwise
@@ -197,14 +196,14 @@ class AtifReader:
       results = ''.join(_results(step))
       turn.observation = _array(self._observation_ids(results, turn.observation))
 
-  def _observation_ids(self, text: str, recorded: np.ndarray) -> Sequence[int] | np.ndarray:
+  def _observation_ids(self, text, recorded):
     if self.tokenizer.decode(recorded) == text:
       return recorded
     if text.lstrip().startswith('<information>'):  # as the environment encodes it
       return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_observation)
     return self.tokenizer.encode(text, control=True)
 
-  def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
+  def _encode(self, task, steps):
     """Encodes the texts of another agent with the chat template."""
     episode = types.Episode(task, 0, _array(()), [])
     turns = episode.turns
@@ -231,9 +230,7 @@ class AtifReader:
       raise ValueError('no text that an agent could have read')
     return episode
 
-  def _encode_messages(
-      self, messages: list[template_lib.Message], after: types.Turn | None
-  ) -> np.ndarray:
+  def _encode_messages(self, messages, after):
     """Encodes messages: the first ones, or those that follow a turn.
 
     If the template has no turns of tools or a system, the user has them.
@@ -250,7 +247,7 @@ class AtifReader:
         as_user.append({**message, 'role': role})
       return _array(encode(as_user))
 
-  def _agent_text(self, step: AtifStep) -> str:
+  def _agent_text(self, step):
     """Returns the text of an agent's step: its reasoning, its message and its calls."""
     text = _content(step['message'])
     if thought := step.get('reasoning_content'):
@@ -262,7 +259,7 @@ class AtifReader:
     return '\n'.join(parts)
 
 
-def _load(path: pathlib.Path) -> dict[str, Any] | None:
+def _load(path):
   """Returns the document of a file; None: the file is something else."""
   document = json.loads(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None
@@ -286,17 +283,17 @@ def own_record(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
   return own
 
 
-def _is_turn(step: AtifStep) -> bool:
+def _is_turn(step):
   """Returns whether a model wrote this step for this trajectory."""
   is_agent = step['source'] == 'agent' and not step.get('is_copied_context')
   return is_agent and step.get('llm_call_count') != 0
 
 
-def _ids(step: AtifStep, kind: str) -> list[int]:
+def _ids(step, kind):
   return (step.get('metrics') or {}).get(f'{kind}_token_ids') or []
 
 
-def _question(steps: Sequence[AtifStep]) -> str:
+def _question(steps):
   """Returns the first message of the user."""
   for step in steps:
     if step['source'] == 'user':
@@ -304,14 +301,14 @@ def _question(steps: Sequence[AtifStep]) -> str:
   return ''
 
 
-def _results(step: AtifStep) -> list[str]:
+def _results(step):
   """Returns the texts that an agent read after its step."""
   results = (step.get('observation') or {}).get('results', ())
   texts = [_content(result.get('content')) for result in results]
   return [text for text in texts if text]
 
 
-def _content(content: Any) -> str:
+def _content(content):
   """Returns a text, or the texts of a list of parts."""
   if content is None or isinstance(content, str):
     return content or ''
@@ -321,7 +318,7 @@ def _content(content: Any) -> str:
   return ''.join(part['text'] for part in content)
 
 
-def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.Episode]:
+def _episodes_of_ids(task, steps):
   """Returns the rows of steps with ids."""
   episodes: list[types.Episode] = []
   context: list[int] = []
@@ -340,7 +337,7 @@ def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.
   return episodes
 
 
-def _turn(step: AtifStep, ids: Sequence[int], logp: Sequence[float] | None = None) -> types.Turn:
+def _turn(step, ids, logp=None):
   """Returns a turn of another agent, without log-probs if there are none."""
   if logp is None:
     logp = [np.nan] * len(ids)
@@ -348,11 +345,11 @@ def _turn(step: AtifStep, ids: Sequence[int], logp: Sequence[float] | None = Non
   return types.Turn(_array(ids), np.array(logp, np.float32), action=action)
 
 
-def _array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def _array(ids):
   return np.array(ids, np.int32)
 
 
-def _add_reward(episodes: Sequence[types.Episode], path: pathlib.Path) -> None:
+def _add_reward(episodes, path):
   """Gives another agent's episode the name of its task and the rewards of Harbor's trial.
 
   Choice: each row of a trajectory has the reward on its last turn, as the rows of a session have.
@@ -373,7 +370,7 @@ def _add_reward(episodes: Sequence[types.Episode], path: pathlib.Path) -> None:
     episode.whole_score = reward
 
 
-def _own_batches(own: Sequence[OwnEpisode]) -> dict[File, pipeline.Sampled]:
+def _own_batches(own):
   """Returns the batches of a run, with their lines in order."""
   by_place: dict[tuple[str, int, int], OwnEpisode] = {}
   for one in own:
@@ -394,13 +391,11 @@ def _own_batches(own: Sequence[OwnEpisode]) -> dict[File, pipeline.Sampled]:
   return files
 
 
-def _last_batch(files: Mapping[File, pipeline.Sampled]) -> int:
+def _last_batch(files):
   return max((step for kind, step in files if kind == 'train'), default=0)
 
 
-def _new_batches(
-    documents: Sequence[list[types.Episode]], size: int, first: int
-) -> dict[File, pipeline.Sampled]:
+def _new_batches(documents, size, first):
   """Returns batches of `size` documents each, with numbers from `first` on."""
   files: dict[File, pipeline.Sampled] = {}
   for number, start in enumerate(range(0, len(documents), size), first):
