@@ -159,6 +159,28 @@ class AnthropicTest(absltest.TestCase):
     self.assertEqual(streamed.content[-1].input, call.input)
     self.assertEqual(streamed.content[0].text, whole.content[0].text)
 
+  def test_thinking_and_failed_tools_are_sent_back(self):
+    import anthropic
+
+    thinking = anthropic.types.ThinkingBlock(type='thinking', thinking='Hm.', signature='x')
+    redacted = anthropic.types.RedactedThinkingBlock(type='redacted_thinking', data='x')
+    call = anthropic.types.ToolUseBlock(type='tool_use', id='c1', name='search', input={})
+    tools = [{'name': 'search', 'input_schema': gateway_test.SEARCH['function']['parameters']}]
+
+    def count(blocks, **result):
+      result = {'type': 'tool_result', 'tool_use_id': 'c1', **result}
+      history = [
+          {'role': 'user', 'content': QUESTION},
+          {'role': 'assistant', 'content': blocks},
+          {'role': 'user', 'content': [result]},
+      ]
+      whole = self.create(messages=history, tools=tools)
+      return whole.usage.input_tokens
+
+    failed = count([thinking, redacted, call], content='no disk', is_error=True)
+    self.assertEqual(failed, count([call], content='Error: no disk'))
+    self.assertGreater(failed, count([call], content='no disk'))
+
   def test_errors_have_anthropic_types(self):
     import anthropic
 

@@ -1,5 +1,6 @@
 """The gateway over HTTP, with the embedded model: answers, streams, tools, limits and errors."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -33,12 +34,12 @@ from stppo_jax.envs import tool_calls
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.rollout import prepare
+from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
 from stppo_jax.serving import messages
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
-from stppo_jax.serving import turn_text
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
@@ -113,6 +114,17 @@ def events(response):
   lines = [line for line in response.iter_lines(decode_unicode=True) if line]
   assert lines[-1] == 'data: [DONE]', lines[-1]
   return [json.loads(line.removeprefix('data: ')) for line in lines[:-1]]
+
+
+def write(writer_class, body, *chunks):
+  """The choices of an answer that has these chunks."""
+
+  async def stream():
+    for chunk in chunks:
+      yield chunk
+
+  answer = mock.Mock(chunks=stream)
+  return asyncio.run(writer_class('tiny', body, answer).whole())['choices']
 
 
 @contextlib.contextmanager
@@ -208,15 +220,21 @@ class AnswersTest(parameterized.TestCase):
 
   def test_logprobs_have_bytes_of_tokens(self):
     half = 'é'.encode()[:1]
-    (entry,) = api.chat_logprobs([half], [-1.0])['content']
-    self.assertEqual((entry['token'], entry['bytes']), ('\ufffd', list(half)))
-    text = turn_text.TurnText([b'a', half, 'é'.encode()[1:], b'bc', b'<eos>'], (4,))
+    text = answers.TurnText([b'a', half, 'é'.encode()[1:], b'bc', b'<eos>'], (4,))
     text.feed([0, 1], None)
     text.feed([2, 3, 4], 'stop')
     self.assertEqual(text.full, 'aébc')
     self.assertEqual(text.starts, [0, 1, 1, 2, 4])
-    logprobs = api.text_logprobs([b'a'] * 5, [-1.0] * 5, text.starts)
-    self.assertEqual(logprobs['text_offset'], [0, 1, 1, 2, 4])
+    self.assertEqual(b''.join(text.pieces), 'aébc<eos>'.encode())
+    tokens = list(range(5))
+    chunk = answers.Chunk(0, text.full, tokens, text.pieces, [-1.0] * 5, text.starts, 'stop')
+    chat_body = api.ChatBody.model_validate(ASKED | {'logprobs': True})
+    (choice,) = write(api.ChatWriter, chat_body, chunk)
+    entry = choice['logprobs']['content'][1]
+    self.assertEqual((entry['token'], entry['bytes']), ('\ufffd', list(half)))
+    text_body = api.TextBody.model_validate({'prompt': 'x', 'logprobs': 0})
+    (choice,) = write(api.TextWriter, text_body, chunk)
+    self.assertEqual(choice['logprobs']['text_offset'], [0, 1, 1, 2, 4])
 
   def test_seed_repeats_answer(self):
     text = lambda **fields: self.ask(temperature=2.0, **fields)['choices'][0]['message']['content']
@@ -504,6 +522,30 @@ class MessagesTest(parameterized.TestCase):
     for name in ('model', 'max_tokens', 'parallel_tool_calls', 'stop', 'top_p', 'temperature'):
       self.assertEqual(getattr(chat, name), getattr(expected, name))
 
+  def test_error_of_tool_is_in_its_text(self):
+    result = {'type': 'tool_result', 'tool_use_id': 'c1', 'is_error': True}
+    contents = ('no disk', [{'type': 'text', 'text': 'Error: no disk'}], None)
+    texts = []
+    for content in contents:
+      message = {'role': 'user', 'content': [result | {'content': content}]}
+      texts.append(messages.read({'messages': [message]}).conversation[0]['content'])
+    self.assertEqual(texts, ['Error: no disk', 'Error: no disk', 'Error: '])
+
+  def test_thinking_of_earlier_turns_is_ignored(self):
+    thinking = [
+        {'type': 'thinking', 'thinking': 'Hm.', 'signature': 'x'},
+        {'type': 'redacted_thinking', 'data': 'x'},
+    ]
+    call = {'type': 'tool_use', 'id': 'c1', 'name': 'search', 'input': {}}
+    said = {'type': 'text', 'text': 'Wait.'}
+
+    def read(*blocks):
+      message = {'role': 'assistant', 'content': list(blocks)}
+      return messages.read({'messages': [message]}).conversation
+
+    self.assertEqual(read(*thinking, said, call), read(said, call))
+    self.assertEqual(read(*thinking), read())
+
   def test_stream_has_events_in_order(self):
     asked = {**ASKED, 'temperature': 0, 'stream': True}
     with running() as server:
@@ -625,9 +667,6 @@ class LimitsTest(parameterized.TestCase):
       ):
         answer = requests.post(server.url + path, data=body, headers=JSON, timeout=60)
         self.assertEqual(answer.status_code, status, path)
-        self.assertEqual(
-            answer.headers.get('Connection'), 'close' if status in (401, 404) else None
-        )
 
   @parameterized.parameters(
       ({'Content-Type': 'text/plain'}, 415),
@@ -655,28 +694,28 @@ class LimitsTest(parameterized.TestCase):
       answer = requests.get(server.url + '/health', headers={'Host': 'node7:8080'}, timeout=60)
       self.assertEqual(answer.status_code, 200)
 
-  def test_connection_closes_only_with_unread_body(self):
+  def test_connection_continues_after_errors(self):
     with running(key='secret', max_body_mb=1) as server:
       connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
       key = {'Authorization': 'Bearer secret', **JSON}
       with contextlib.closing(connection):
-        for method, path, body, headers, expected, closes in (
-            ('GET', '/v1/models', None, {}, 401, False),
-            ('POST', '/v1/completions', b' ' * (2 << 20), key, 413, True),
-            ('GET', '/nowhere', None, key, 404, False),
-            ('POST', '/v1/completions', None, key | {'Content-Length': '9' * 5000}, 400, True),
-            ('HEAD', '/v1/models', None, key, 200, False),
-            ('PUT', '/v1/models', b'', key, 405, False),
-            ('PROPFIND', '/v1/models', b'', key, 405, False),
-            ('GET', '/s/%ff/v1/models', None, key, 404, False),
-            ('POST', '/v1/completions', b'{', key, 400, False),
+        for method, path, body, headers, expected in (
+            ('GET', '/v1/models', None, {}, 401),
+            ('POST', '/v1/completions', b' ' * (2 << 20), key, 413),
+            ('POST', '/v1/completions', b' ' * 100, JSON, 401),
+            ('GET', '/nowhere', None, key, 404),
+            ('POST', '/v1/completions', None, key | {'Content-Length': '9' * 5000}, 400),
+            ('HEAD', '/v1/models', None, key, 200),
+            ('PUT', '/v1/models', b'', key, 405),
+            ('PROPFIND', '/v1/models', b'', key, 405),
+            ('GET', '/s/%ff/v1/models', None, key, 404),
+            ('POST', '/v1/completions', b'{', key, 400),
         ):
-          with contextlib.suppress(ConnectionError):  # closed before all was sent
-            connection.request(method, path, body, headers)
+          connection.request(method, path, body, headers)
           response = connection.getresponse()
           response.read()
-          self.assertEqual((response.status, response.will_close), (expected, closes), path)
-          connection.request('GET', '/v1/models', headers=key)  # a new connection where it was said
+          self.assertEqual(response.status, expected, path)
+          connection.request('GET', '/v1/models', headers=key)
           response = connection.getresponse()
           self.assertEqual(response.status, 200)
           response.read()

@@ -92,10 +92,6 @@ def _retriever(url, **settings):
   return http.HttpRetriever(url, http.HttpSettings(**{**fast, **settings}))
 
 
-def _counters(retriever):
-  return (retriever.requests, retriever.retries, retriever.failures, retriever.cache_hits)
-
-
 def _hang_up(handler):
   handler.connection.shutdown(socket.SHUT_RDWR)
   handler.close_connection = True
@@ -123,19 +119,6 @@ def _trickle_headers(handler):
     handler.wfile.write(b'H')
     handler.wfile.flush()
     time.sleep(0.05)
-
-
-def _hang_up(handler):
-  handler.connection.shutdown(socket.SHUT_RDWR)
-  handler.close_connection = True
-
-
-def _cut_body(handler):
-  handler.send_response(200)
-  handler.send_header('Content-Length', '1000')
-  handler.end_headers()
-  handler.wfile.write(b'{"result": [[')
-  handler.close_connection = True
 
 
 def _redirect(handler):
@@ -185,7 +168,7 @@ class AnswersTest(parameterized.TestCase):
         self.assertIsNone(passages)
       else:
         self.assertEqual([p.id for p in passages], [f'q{i}-0'])
-    self.assertEqual((retriever.failures, retriever.requests), (32, 4))
+    self.assertLen(questions, 4)
 
   def test_threads_share_requests_in_flight(self):
     """As the settings say by default: one at a time, since FAISS on GPUs bears no more."""
@@ -208,7 +191,6 @@ class AnswersTest(parameterized.TestCase):
           found = list(pool.map(lambda queries: retriever.search(queries, 1), searches))
         self.assertEqual([len(passages) for passages in found], [40] * 8)
         self.assertEqual(max(most), allowed)
-        self.assertEqual(retriever.requests, 16)
     self.assertLen(questions, 32)
 
   def test_requests_have_at_most_max_queries(self):
@@ -236,7 +218,7 @@ class AnswersTest(parameterized.TestCase):
             types.Passage('b-1', 'Title b', 'text 1\nmore', 8.5),
         ],
     )
-    self.assertEqual(_counters(retriever), (1, 0, 0, 0))
+    self.assertLen(questions, 1)
 
   def test_ragen(self):
     with _server(lambda question, _: _ragen(question)) as (url, questions):
@@ -247,7 +229,6 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(found[3], [types.Passage('3-0', 'Title 3', 'text 0\nmore', 1.0)])
     self.assertCountEqual([question['query'] for _, question in questions], queries)
     self.assertEqual(questions[0][1].keys(), {'query', 'top_k'})
-    self.assertEqual(_counters(retriever), (10, 0, 0, 0))
 
   def test_ragen_failures_are_independent(self):
     with _server(
@@ -256,7 +237,6 @@ class AnswersTest(parameterized.TestCase):
       retriever = _retriever(url, dialect='ragen')
       found = retriever.search(['a', 'bad', 'c'], 1)
     self.assertEqual([passages is None for passages in found], [False, True, False])
-    self.assertEqual(retriever.failures, 1)
 
   def test_environments_share_one_request(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
@@ -335,7 +315,6 @@ class FailuresTest(parameterized.TestCase):
           continue  # its own shapes are below
         self.assertEqual(retriever.search(['a', 'b'], 3), [None, None])
         self.assertLen(questions, 1 if dialect == 'search_r1' else 2)
-        self.assertEqual(_counters(retriever)[1:], (0, 2, 0))
 
   @parameterized.named_parameters(
       ('server_error', (500, b'boom')),
@@ -352,14 +331,12 @@ class FailuresTest(parameterized.TestCase):
       retriever = _retriever(url, retries=2)
       self.assertNotIn(None, retriever.search(['a', 'b'], 1))
       self.assertLen(questions, 3)
-      self.assertEqual(_counters(retriever), (3, 2, 0, 0))
 
   def test_retries_are_bounded(self):
     with _server(lambda *_: (500, b'')) as (url, questions):
       retriever = _retriever(url, retries=2)
       self.assertEqual(retriever.search(['a', 'b', 'a'], 1), [None] * 3)
       self.assertLen(questions, 3)
-      self.assertEqual(_counters(retriever), (3, 2, 3, 0))
 
   def test_connection_refused(self):
     with socket.socket() as free:
@@ -368,7 +345,6 @@ class FailuresTest(parameterized.TestCase):
       for dialect in http.DIALECTS:
         retriever = _retriever(url, dialect=dialect, retries=1)
         self.assertEqual(retriever.search(['a'], 1), [None])
-        self.assertEqual(_counters(retriever), (2, 1, 1, 0))
 
   @parameterized.named_parameters(
       ('hangs', lambda handler: time.sleep(60), 2),
@@ -377,12 +353,11 @@ class FailuresTest(parameterized.TestCase):
   )
   def test_dead_server_is_asked_once_per_search(self, reply, num_sent):
     """A server that answers at all, be it with an error, may answer the next request."""
-    with _server(lambda *_: reply) as (url, _):
+    with _server(lambda *_: reply) as (url, questions):
       retriever = _retriever(url, timeout_s=0.2, retries=1, concurrency=1, max_queries=1)
       for _ in range(2):  # each search asks anew
         self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
-      self.assertEqual(retriever.requests, 2 * num_sent)
-      self.assertEqual(retriever.failures, 8)
+      self.assertLen(questions, 2 * num_sent)
 
   @parameterized.named_parameters(
       ('silence', lambda handler: time.sleep(60)),
@@ -390,14 +365,14 @@ class FailuresTest(parameterized.TestCase):
       ('trickled_headers', _trickle_headers),
   )
   def test_total_time_is_bounded(self, reply):
-    with _server(lambda *_: reply) as (url, _):
+    with _server(lambda *_: reply) as (url, questions):
       took = []
       while len(took) < 10 and min(took, default=60) > 0.9:  # other processes may take their time
         retriever = _retriever(url, timeout_s=0.2, retries=1)
         started = time.monotonic()
         self.assertEqual(retriever.search(['a'], 1), [None])
         took.append(time.monotonic() - started)
-        self.assertEqual(_counters(retriever), (2, 1, 1, 0))
+        self.assertLen(questions, 2 * len(took))
       self.assertLess(min(took), 0.9)
 
   def test_backoff_doubles_with_jitter(self):
@@ -431,7 +406,6 @@ class FailuresTest(parameterized.TestCase):
       found = retriever.search(['a', 'b'], 3)
     self.assertIsNone(found[0])
     self.assertEqual(found[1][0].id, 'b-0')
-    self.assertEqual(retriever.failures, 1)
 
   @parameterized.parameters(
       ({},),
@@ -478,7 +452,7 @@ class CacheTest(absltest.TestCase):
       self.assertEqual([passages[0].id for passages in second], ['b-0', 'a-0', 'c-0'])
       self.assertLen(second[1], 1)
       self.assertEqual(questions[1][1]['queries'], ['c'])
-      self.assertEqual(_counters(retriever), (2, 0, 0, 2))
+      self.assertLen(questions, 2)
       retriever.search(['a'], 2)  # another top_k is another question
       self.assertLen(questions, 3)
 

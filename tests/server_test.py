@@ -112,7 +112,6 @@ class DialectsTest(parameterized.TestCase):
           f'http://127.0.0.1:{port}', client.HttpSettings(dialect=dialect, retries=0)
       )
       self.assertEqual(retriever.search(queries, 2), local.search(queries, 2))
-    self.assertEqual(retriever.failures, 0)
 
   def test_search_r1_with_and_without_scores(self):
     with running() as (port, _, _):
@@ -166,7 +165,8 @@ class RejectionsTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.port, *_ = cls.enterClassContext(running(max_queries=4, max_passages=20))
+    cls.port, *_ = cls.enterClassContext(running())
+    cls.enterClassContext(mock.patch.object(server, '_MAX_PASSAGES', 20))
 
   @parameterized.parameters(
       (b'', 'not JSON'),
@@ -179,13 +179,13 @@ class RejectionsTest(parameterized.TestCase):
       (json.dumps(dict.fromkeys(map(str, range(300)), 1)).encode(), 'has 300 fields'),
       (b'{"queries": "a"}', 'queries: Input should be a valid list'),
       (b'{"queries": ["a", null]}', 'queries.1: Input should be a valid string'),
-      (b'{"queries": ["a", "b", "c", "d", "e"]}', '5 queries per request: ask for at most 4'),
+      (json.dumps({'queries': ['a'] * 4097}).encode(), 'queries: List should have at most 4096'),
       (b'{"query": "a", "top_k": 0}', 'top_k: Input should be greater than or equal to 1'),
-      (b'{"queries": [], "topk": 101}', '101 passages per query: ask for at most 100'),
+      (b'{"queries": [], "topk": 101}', 'topk: Input should be less than or equal to 100'),
       (b'{"queries": [], "topk": 2.5}', 'topk: Input should be a valid integer'),
       (b'{"queries": [], "topk": true}', 'topk: Input should be a valid integer'),
       (b'{"queries": [], "return_scores": 1}', 'return_scores: Input should be'),
-      (b'{"queries": ["a", "b", "c"], "topk": 7}', '21 passages per request: ask for at most 20'),
+      (b'{"queries": ["a", "b", "c"], "topk": 7}', 'topk: ask for at most 20 passages'),
   )
   def test_wrong_body_is_one_line(self, body, message):
     status, answer, _ = ask(self.port, body=body)
@@ -195,7 +195,7 @@ class RejectionsTest(parameterized.TestCase):
 
   def test_only_the_first_wrong_query_is_an_error(self):
     with self.assertRaises(pydantic.ValidationError) as context:
-      server.parse_body({'queries': [1] * 100}, server.SearchServerLimits())
+      server.parse_body({'queries': [1] * 100})
     self.assertEqual(context.exception.error_count(), 1)
 
   def test_error_is_one_line_of_json(self):
@@ -216,22 +216,22 @@ class RejectionsTest(parameterized.TestCase):
       self.assertEqual(ask(port, body={'queries': []})[0], 200)
       self.assertEqual(metric(port, 'retrieval_in_flight'), 0)
 
-  def test_connection_closes_only_with_unread_body(self):
+  def test_connection_continues_after_errors(self):
     with running(max_body_bytes=1000) as (port, _, _):
       connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
       with contextlib.closing(connection):
-        for method, path, body, expected, closes in (
-            ('POST', '/retrieve', b'{', 400, False),
-            ('POST', '/retrieve', b' ' * 1001, 413, True),
-            ('GET', '/retrieve', None, 405, False),
-            ('PROPFIND', '/retrieve', None, 405, False),
-            ('GET', '/', None, 404, False),
+        for method, path, body, expected in (
+            ('POST', '/retrieve', b'{', 400),
+            ('POST', '/retrieve', b' ' * 1_000_000, 413),
+            ('GET', '/retrieve', None, 405),
+            ('PROPFIND', '/retrieve', None, 405),
+            ('GET', '/', None, 404),
         ):
           connection.request(method, path, body, JSON)
           response = connection.getresponse()
           response.read()
-          self.assertEqual((response.status, response.will_close), (expected, closes), path)
-          connection.request('GET', '/health')  # on a new connection only where it was said
+          self.assertEqual(response.status, expected, path)
+          connection.request('GET', '/health')
           self.assertIn(b'ok', connection.getresponse().read())
 
   @parameterized.parameters(
@@ -259,7 +259,7 @@ class RejectionsTest(parameterized.TestCase):
 
   def test_long_query_is_cut(self):
     retriever = mock.Mock(search=mock.Mock(return_value=[[], []]))
-    with running(retriever, max_query_chars=3) as (port, _, _):
+    with running(retriever) as (port, _, _), mock.patch.object(server, '_MAX_QUERY_CHARS', 3):
       ask(port, body={'queries': ['abcdef', 'x']})
     self.assertEqual(retriever.search.call_args.args[0], ['abc', 'x'])
 
@@ -284,8 +284,8 @@ class RejectionsTest(parameterized.TestCase):
   )
   def test_any_object_is_answered_or_rejected(self, fields):
     try:
-      body = server.parse_body(fields, server.SearchServerLimits())
-    except (pydantic.ValidationError, http_server.RequestError):
+      body = server.parse_body(fields)
+    except pydantic.ValidationError:
       return
     self.assertBetween(body.topk, 1, 100)
 
@@ -315,43 +315,15 @@ class LoadTest(parameterized.TestCase):
       for _ in range(8):
         connect = socket.create_connection(('127.0.0.1', port), timeout=60)
         connections.enter_context(connect).sendall(half)
-      wait_for(lambda: service.receiving_bytes == 8 * len(b'{"quer'))
       self.assertEqual(ask(port, body={'queries': ['lima']})[0], 200)
-      connections.close()
-      wait_for(lambda: service.receiving_bytes == 0)
 
-  def test_bytes_of_incomplete_bodies_are_bounded(self):
-    half = HEADER + b'Content-Length: 100\r\n\r\n{"quer'
-    with running(max_receiving_bytes=4) as (port, service, _):
+  @parameterized.parameters(b'', b'{"quer')
+  def test_slow_body_gets_408(self, part):
+    with running(body_timeout_s=0.2) as (port, app, _):
       with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
-        connection.sendall(half)
-        self.assertStartsWith(connection.recv(100).decode(), 'HTTP/1.1 503')
-      wait_for(lambda: service.receiving_bytes == 0)
-
-  @parameterized.parameters(('/health', 405), ('/nowhere', 404))
-  def test_body_of_path_without_one_is_not_read(self, path, status):
-    header = HEADER.replace(b'/retrieve', path.encode()) + b'Content-Length: 8000000\r\n\r\n'
-    with running() as (port, _, _):
-      with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
-        connection.sendall(header)
-        answer = b''
-        while part := connection.recv(1000):
-          answer += part
-    self.assertIn(b' %d ' % status, answer)
-
-  def test_slow_clients_are_disconnected(self):
-    header = HEADER + b'Content-Length: 100\r\n\r\n'
-    with running(idle_timeout_s=0.5, body_timeout_s=0.2) as (port, app, _):
-      for sent, answer in (
-          (b'', b''),
-          (b'POST /retr', b''),
-          (header, b'HTTP/1.1 408'),
-          (header + b'{"quer', b'HTTP/1.1 408'),
-      ):
-        with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
-          connection.sendall(sent)
-          self.assertEqual(connection.recv(100)[:12], answer, sent)
-      self.assertEqual((app.in_flight, app.receiving_bytes), (0, 0))
+        connection.sendall(HEADER + b'Content-Length: 100\r\n\r\n' + part)
+        self.assertEqual(connection.recv(100)[:12], b'HTTP/1.1 408')
+      self.assertEqual(app.in_flight, 0)
       self.assertEqual(ask(port, body={'queries': ['lima']})[0], 200)
 
   def test_disconnected_client_counts_until_its_search_ends(self):
@@ -364,22 +336,6 @@ class LoadTest(parameterized.TestCase):
       gate.open.set()
       wait_for(lambda: metric(port, 'retrieval_requests_total{status="499"}') == 1)
       self.assertEqual(app.in_flight, 0)
-
-  def test_client_that_does_not_read_is_disconnected(self):
-    long = [types.Passage('0', 'x', 'word ' * 20_000)]
-    retriever = mock.Mock(search=lambda queries, top_k: [long] * len(queries))
-    body = json.dumps({'queries': ['a'] * 200}).encode()  # 20 MB: more than the kernel's buffers
-    with running(retriever, write_timeout_s=0.3, grace_s=60.0) as (port, app, stop):
-      with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(('127.0.0.1', port))
-        connection.sendall(HEADER + b'Content-Length: %d\r\n\r\n%b' % (len(body), body))
-        wait_for(lambda: metric(port, 'retrieval_requests_total{status="200"}') >= 1)
-        time.sleep(1)
-        received = 0
-        while part := connection.recv(1 << 20):
-          received += len(part)
-      self.assertLess(received, 10_000_000)  # the rest of the answer is dropped
 
   def test_running_requests_are_finished_at_shutdown(self):
     gate = Gate()
@@ -445,7 +401,7 @@ class CommandTest(parameterized.TestCase):
     )
 
   def test_command_answers_and_stops_on_sigterm(self):
-    with self.start('--corpus=embedded', '--port=0', '--max-top-k=5') as process:
+    with self.start('--corpus=embedded', '--port=0') as process:
       try:
         ready = process.stdout.readline()
         match = re.fullmatch(r'ready: (http://127\.0\.0\.1:(\d+)/retrieve)\n', ready)
@@ -454,7 +410,7 @@ class CommandTest(parameterized.TestCase):
             ['capital of Peru'], 3
         )
         self.assertLen(found[0], 3)
-        self.assertEqual(ask(int(match[2]), body={'query': 'a', 'top_k': 6})[0], 400)
+        self.assertEqual(ask(int(match[2]), body={'query': 'a', 'top_k': 101})[0], 400)
         process.send_signal(signal.SIGTERM)
         self.assertEqual(process.wait(120), 0, process.stderr.read())
       finally:
@@ -502,11 +458,8 @@ class CommandTest(parameterized.TestCase):
       self.assertEqual(server.main(['--corpus=embedded', f'--port={taken.getsockname()[1]}']), 1)
     self.assertIn('another --host or --port', str(err.write.call_args_list))
 
-  def test_every_limit_has_a_flag(self):
-    flags = server._parse(['--corpus=x', '--max-queries=7', '--body-timeout-s=0.5'])
-    self.assertEqual((flags.max_queries, flags.body_timeout_s), (7, 0.5))
-    self.assertEqual(server._parse(['--corpus=x', '--body-timeout-s=0']).body_timeout_s, 0)
-    for bad in ('--max-queries=0', '--max-top-k=x', '--nonsense=1', '--threads=0', '--port=65536'):
+  def test_wrong_flags_are_rejected(self):
+    for bad in ('--kind=x', '--nonsense=1', '--threads=0', '--port=65536'):
       with self.assertRaises(SystemExit), mock.patch('sys.stderr'):
         server._parse(['--corpus=x', bad])
 

@@ -171,12 +171,12 @@ class TemplateTest(parameterized.TestCase):
         ([USER, SAID, RESULT], ({'type': 'function', 'function': {'name': 'x'}},)),
     ):
       plan = session.plan(messages, tools)
-      self.assertIsNone(plan.segment)
+      self.assertEmpty(plan.segment.turns)
       self.assertEqual(plan.ids, self.template.encode(messages, tools))
     self.assertEqual(session.counts['rewritten'], 3)
     first, second = session.plan([USER, SAID, RESULT]), session.plan([USER, SAID, RESULT])
     self.assertEqual(first.ids, second.ids)  # two requests at once: the second branches
-    self.assertIsNone(second.segment)
+    self.assertEmpty(second.segment.turns)
     self.assertNotEqual(first.key.tolist(), second.key.tolist())
     self.assertEqual(session.counts['branched'], 1)
 

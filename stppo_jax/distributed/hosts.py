@@ -293,13 +293,10 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
       'process_id': process_id,
   }
   given = [f'--{name}={value}' for name, value in flags.items() if value is not None]
-  if cluster:
-    is_possible = not given
-  elif len(given) == len(flags):
+  is_possible = not given
+  if len(given) == len(flags):
     has_port = re.fullmatch(r'.+:\d+', coordinator) is not None
-    is_possible = has_port and 0 <= process_id < num_processes
-  else:
-    is_possible = not given
+    is_possible = has_port and 0 <= process_id < num_processes and not cluster
   if not is_possible:
     raise types.UserError(f'{" ".join(given)}{" --distributed" * cluster}: {_FLAGS}')
 

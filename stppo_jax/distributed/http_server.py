@@ -1,13 +1,15 @@
 """Shared parts of the HTTP servers: checks before a body is read, limits, metrics, a thread.
 
 uvicorn     parses HTTP
-_Protocol   ends connections of clients that send no request or do not read the answer
 HttpApp     checks each request, counts the answers, writes errors as JSON
 Starlette   finds the function that answers
 """
 
 import asyncio
+from collections.abc import Awaitable
+from collections.abc import Callable
 from collections.abc import Coroutine
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import ipaddress
@@ -23,21 +25,19 @@ from typing import TypeVar
 
 import prometheus_client
 import pydantic
-from starlette import datastructures
 from starlette import exceptions
 from starlette import requests
 from starlette import responses
 from starlette import routing
 import uvicorn
-from uvicorn.protocols.http import h11_impl
 
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
-_BODY_IS_READ = 'stppo_jax.body_is_read'  # key of an ASGI scope
-_MAX_HEADER_BYTES = 16 << 10
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
+_KEEP_ALIVE_S = 75  # between requests of a connection
 _MAX_FIELDS = 256  # in a body
 _SHOWN = 80  # characters of a wrong value in an error
 
+Json = dict[str, Any]  # a JSON object
 Result = TypeVar('Result')
 
 
@@ -46,10 +46,7 @@ class ServerLimits:
   """Limits of a server."""
 
   max_body_bytes: int = 8 << 20
-  max_receiving_bytes: int = 512 << 20  # sum over all bodies that are not complete yet
-  idle_timeout_s: float = 75.0  # until a complete header, and between requests of a connection
   body_timeout_s: float = 10.0  # until a complete body
-  write_timeout_s: float = 30.0  # until the client has read the answer
   grace_s: float = 30.0  # time that running requests have when the server stops
 
 
@@ -82,12 +79,12 @@ class HttpApp:
 
   name = ''  # first word of the metrics' names
   how_to_allow = ''  # tells how to allow another name of the host
+  statuses: Mapping[type[Exception], int] = {}  # of errors of the application's own
 
   def __init__(self, limits: ServerLimits, routes: Sequence[routing.Route]):
     self.limits = limits
     self.allowed_hosts: frozenset[str] | None = None  # None: any
     self.stopping = False
-    self.receiving_bytes = 0
     self.registry = prometheus_client.CollectorRegistry()
     prometheus_client.ProcessCollector(registry=self.registry)
     self._requests = prometheus_client.Counter(
@@ -113,11 +110,11 @@ class HttpApp:
   def check(self, request: requests.Request) -> None:
     """Raises RequestError for a request whose body will not be read."""
 
-  def health(self) -> dict[str, Any]:
+  def health(self) -> Json:
     """Returns the fields of GET /health."""
     return {'status': 'stopping' if self.stopping else 'ok'}
 
-  def error_body(self, error: exceptions.HTTPException, path: str) -> dict[str, Any]:
+  def error_body(self, error: exceptions.HTTPException, path: str) -> Json:
     """Returns the JSON of an error of a path."""
     return {'error': error.detail}
 
@@ -134,8 +131,6 @@ class HttpApp:
         has_started = True
         if is_counted:
           self._requests.labels(message['status']).inc()
-        if _has_body(request) and _BODY_IS_READ not in scope:
-          datastructures.MutableHeaders(scope=message)['Connection'] = 'close'
       await send(message)
 
     try:
@@ -169,7 +164,25 @@ class HttpApp:
       raise RequestError(413, f'the body has {length} bytes: send at most {most}')
     self.check(request)
 
-  async def read_json(self, request: requests.Request) -> dict[str, Any]:
+  def post(
+      self,
+      path: str,
+      read: Callable[[Json], Any],
+      answer: Callable[[requests.Request, Any], Awaitable[responses.Response | Json]],
+  ) -> routing.Route:
+    """Returns the route of a POST: `read` checks its body, `answer` gives JSON or a response."""
+
+    async def endpoint(request: requests.Request) -> responses.Response:
+      body = read(await self.read_json(request))
+      result = await answer(request, body)
+      if isinstance(result, responses.Response):
+        return result
+      # JSONResponse would fail on half a character, which a text may hold.
+      return responses.Response(json.dumps(result), media_type='application/json')
+
+    return routing.Route(path, endpoint, methods=['POST'])
+
+  async def read_json(self, request: requests.Request) -> Json:
     """Returns the body. RequestError: it is too long, too slow or not a JSON object."""
     body = bytearray()
     limits = self.limits
@@ -177,16 +190,10 @@ class HttpApp:
       async with asyncio.timeout(limits.body_timeout_s):
         async for chunk in request.stream():
           body += chunk
-          self.receiving_bytes += len(chunk)
           if len(body) > limits.max_body_bytes:
             raise RequestError(413, f'send at most {limits.max_body_bytes} bytes')
-          if self.receiving_bytes > limits.max_receiving_bytes:
-            raise RequestError(503, 'busy: too many bodies are on their way; try again')
     except TimeoutError:
       raise RequestError(408, f'no complete body within {limits.body_timeout_s} s') from None
-    finally:
-      self.receiving_bytes -= len(body)
-    request.scope[_BODY_IS_READ] = True
     try:
       fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -201,6 +208,9 @@ class HttpApp:
     """Returns the answer to a failed request."""
     if isinstance(error, exceptions.HTTPException):
       return error
+    for kind, status in self.statuses.items():
+      if isinstance(error, kind):
+        return RequestError(status, str(error))
     if isinstance(error, requests.ClientDisconnect):
       return RequestError(499, 'the client disconnected')  # counted, not read
     if not isinstance(error, pydantic.ValidationError):
@@ -259,7 +269,7 @@ class Server:
     self._server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
+            http='h11',
             ws='none',
             lifespan='off',
             loop='asyncio',
@@ -269,9 +279,8 @@ class Server:
             server_header=False,
             proxy_headers=False,
             backlog=1024,
-            timeout_keep_alive=int(app.limits.idle_timeout_s) + 1,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(app.limits.grace_s),
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
     )
     self._thread = threading.Thread(
@@ -294,51 +303,6 @@ class Server:
     self.app.stopping = True
     self._server.should_exit = True
     self._thread.join()
-
-
-class _Protocol(h11_impl.H11Protocol):
-  """Ends connections of clients that send no request or do not read the answer."""
-
-  _silence: asyncio.TimerHandle | None = None
-  _unread: asyncio.TimerHandle | None = None
-
-  def connection_made(self, transport):
-    super().connection_made(transport)
-    app: Any = self.config.app
-    self._limits: ServerLimits = app.limits
-    self._time_silence()
-
-  def data_received(self, data):
-    super().data_received(data)
-    self._time_silence()
-
-  def on_response_complete(self):
-    super().on_response_complete()
-    self._time_silence()
-
-  def pause_writing(self):
-    super().pause_writing()
-    self._unread = self.loop.call_later(self._limits.write_timeout_s, self.transport.abort)
-
-  def resume_writing(self):
-    super().resume_writing()
-    if self._unread is not None:
-      self._unread.cancel()
-
-  def connection_lost(self, exc):
-    super().connection_lost(exc)
-    for timer in (self._silence, self._unread):
-      if timer is not None:
-        timer.cancel()
-
-  def _time_silence(self):
-    """The time runs from the end of an answer until the next header is complete."""
-    is_answering = self.cycle is not None and not self.cycle.response_complete
-    if is_answering and self._silence is not None:
-      self._silence.cancel()
-      self._silence = None
-    elif not is_answering and self._silence is None:
-      self._silence = self.loop.call_later(self._limits.idle_timeout_s, self.transport.abort)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -364,8 +328,3 @@ def _allowed_hosts(address: str, names: Sequence[str]) -> frozenset[str] | None:
   if not ipaddress.ip_address(address.partition('%')[0]).is_loopback:
     return None
   return frozenset(name.lower() for name in (*_LOOPBACK, address, *names))
-
-
-def _has_body(request: requests.Request) -> bool:
-  headers = request.headers
-  return headers.get('content-length', '0') != '0' or 'transfer-encoding' in headers

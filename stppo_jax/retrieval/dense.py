@@ -21,6 +21,7 @@ from stppo_jax.retrieval import encoder as encoder_lib
 from stppo_jax.retrieval import protocol
 
 _BLOCK = 16_384  # passages compared at a time
+_ENCODED = 4096  # passages encoded at a time
 _QUERY_PREFIX = 'query: '  # as E5 expects them
 _PASSAGE_PREFIX = 'passage: '
 _DEPTH = 50  # passages per ranking to fuse
@@ -54,27 +55,32 @@ class DenseRetriever:
   def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     if not queries or top_k < 1:
       return [[] for _ in queries]
-    vectors = self._encoder.encode([_QUERY_PREFIX + query for query in queries])
+    texts = [_QUERY_PREFIX + query for query in queries]
+    vectors = self._encoder.encode(texts)
+    rows, scores = nearest(vectors, self._vectors, top_k)
     results: protocol.Results = []
-    for rows, scores in zip(*nearest(vectors, self._vectors, top_k)):
+    for query_rows, query_scores in zip(rows, scores.tolist()):
       passages = []
-      for row, score in zip(rows, scores):
-        passages.append(dataclasses.replace(self._passages[row], score=float(score)))
+      for row, score in zip(query_rows, query_scores):
+        passage = dataclasses.replace(self._passages[row], score=score)
+        passages.append(passage)
       results.append(passages)
     return results
 
 
 def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
   """Returns [len(texts), D] float32, mapped from a file in `folder`; makes a missing file."""
-  path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
+  digest = _digest(encoder.folder, texts)
+  path = os.path.join(folder, f'embeddings_{digest}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
     # Renamed when complete, so that an interrupted start leaves none.
     part = f'{path}.{os.getpid()}-{secrets.token_hex(8)}.part'  # ids of hosts may be equal
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
-    for start in range(0, len(texts), 4096):
-      vectors[start : start + 4096] = encoder.encode(texts[start : start + 4096])
+    for start in range(0, len(texts), _ENCODED):
+      block = slice(start, start + _ENCODED)
+      vectors[block] = encoder.encode(texts[block])
       logging.log_every_n_seconds(logging.INFO, 'embedded %d of %d passages', 30, start, len(texts))
     vectors.flush()
     os.replace(part, path)
@@ -86,12 +92,14 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
 
   queries [Q,D], vectors [N,D]; equal scores in the order of rows.
   """
-  best_rows = np.zeros((len(queries), 0), np.int64)
-  best_scores = np.zeros((len(queries), 0), np.float32)
+  nothing = (len(queries), 0)
+  best_rows = np.zeros(nothing, np.int64)
+  best_scores = np.zeros(nothing, np.float32)
   for start in range(0, len(vectors), _BLOCK):
     block = vectors[start : start + _BLOCK]
     scores = queries @ block.T  # [Q, block]
-    rows = np.broadcast_to(start + np.arange(len(block)), scores.shape)
+    block_rows = np.arange(start, start + len(block))
+    rows = np.broadcast_to(block_rows, scores.shape)
     scores = np.concatenate([best_scores, scores], axis=1)
     rows = np.concatenate([best_rows, rows], axis=1)
     order = np.array([protocol.best_rows(row, top_k) for row in scores])
@@ -103,10 +111,14 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
 def _digest(encoder_folder: str, texts: Sequence[str]) -> str:
   digest = hashlib.sha256()
   for name in ('model.safetensors', 'tokenizer.json', 'config.json'):
-    with open(os.path.join(encoder_folder, name), 'rb') as file:
-      digest.update(hashlib.file_digest(file, 'sha256').digest())
+    path = os.path.join(encoder_folder, name)
+    with open(path, 'rb') as file:
+      part = hashlib.file_digest(file, 'sha256')
+    digest.update(part.digest())
   for text in texts:
-    digest.update(hashlib.sha256(text.encode('utf-8', 'replace')).digest())
+    data = text.encode('utf-8', 'replace')
+    part = hashlib.sha256(data)
+    digest.update(part.digest())
   return digest.hexdigest()[:16]
 
 
@@ -126,7 +138,7 @@ class HybridRetriever:
     return [_fuse(row, top_k) for row in zip(*rankings)]
 
 
-def _fuse(rankings: Sequence[list[types.Passage] | None], top_k: int) -> list[types.Passage] | None:
+def _fuse(rankings: protocol.Results, top_k: int) -> list[types.Passage] | None:
   if all(ranking is None for ranking in rankings):
     return None
   scores: dict[str, float] = collections.defaultdict(float)
@@ -135,5 +147,5 @@ def _fuse(rankings: Sequence[list[types.Passage] | None], top_k: int) -> list[ty
     for rank, passage in enumerate(ranking or (), start=1):
       scores[passage.id] += 1 / (_RANK_CONSTANT + rank)
       passages.setdefault(passage.id, passage)
-  best = sorted(scores, key=lambda key: -scores[key])[:top_k]  # stable
-  return [dataclasses.replace(passages[key], score=scores[key]) for key in best]
+  best = sorted(scores, key=scores.__getitem__, reverse=True)  # stable
+  return [dataclasses.replace(passages[key], score=scores[key]) for key in best[:top_k]]

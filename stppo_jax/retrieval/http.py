@@ -63,9 +63,6 @@ class HttpRetriever:
   request has had no answer at all in any attempt (a refused connection or a time-out), the search's
   requests that were not sent yet fail at once, because the server is most likely gone.
 
-  Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
-  gave None), `cache_hits` (queries answered from the cache).
-
   Choice: proxy settings of the environment are ignored, because a retriever is inside the cluster
   and a proxy for the outside would not reach it.
   """
@@ -76,10 +73,6 @@ class HttpRetriever:
       settings: HttpSettings = HttpSettings(),
   ):
     self.address = _endpoint(url)
-    self.requests = 0
-    self.retries = 0
-    self.failures = 0
-    self.cache_hits = 0
     self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another function
     self.last_failure = ''
     self._settings = settings
@@ -87,7 +80,7 @@ class HttpRetriever:
         settings.connect_timeout_s, settings.timeout_s, settings.max_response_bytes
     )
     self._cache: dict[tuple[str, int], list[types.Passage]] = {}
-    self._lock = threading.Lock()  # guards counters and cache: callers use threads
+    self._lock = threading.Lock()  # guards the cache: callers use threads
     self._in_flight = threading.BoundedSemaphore(settings.concurrency)
     self._session = requests.Session()
     self._session.trust_env = False
@@ -101,13 +94,11 @@ class HttpRetriever:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
     with self._lock:
       known = {query: self._cache.get((query, top_k)) for query in queries}
-      self.cache_hits += sum(known[query] is not None for query in queries)
     missing = [query for query, passages in known.items() if passages is None]
     if missing:
       known.update(zip(missing, self._fetch(missing, top_k)))
     results = [known[query] for query in queries]
     with self._lock:
-      self.failures += results.count(None)
       for query in missing:
         passages = known[query]
         if passages is not None:
@@ -169,9 +160,6 @@ class HttpRetriever:
       with self._in_flight:
         if gives_up():
           raise http_client.GivenUp
-        with self._lock:
-          self.requests += 1
-          self.retries += number > 0
         try:
           return http_client.call_within(post, settings.timeout_s, lambda: self.give_up())
         except http_client.Temporary as error:

@@ -47,10 +47,6 @@ def make_dense(
   return dense.HybridRetriever([bm25.Bm25Retriever(passages), dense_retriever])
 
 
-def _none(settings: Any, load_corpus: LoadCorpus) -> None:
-  del settings, load_corpus
-
-
 def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   del load_corpus  # the server has it
   http_settings = http.HttpSettings(
@@ -71,18 +67,10 @@ def _bm25(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   return bm25.Bm25Retriever(passages)
 
 
-def _dense(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
-  return make_dense(load_corpus(), settings)
-
-
-def _hybrid(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
-  return make_dense(load_corpus(), settings, with_words=True)
-
-
 RETRIEVERS: dict[str, Callable] = {
     'bm25': _bm25,
     'http': _http,
-    'dense': _dense,
-    'hybrid': _hybrid,
-    'none': _none,
+    'dense': lambda settings, load_corpus: make_dense(load_corpus(), settings),
+    'hybrid': lambda settings, load_corpus: make_dense(load_corpus(), settings, with_words=True),
+    'none': lambda settings, load_corpus: None,
 }

@@ -30,4 +30,5 @@ def best_rows(scores: np.ndarray, top_k: int) -> np.ndarray:
   if len(rows) > top_k:
     threshold = np.partition(scores, -top_k)[-top_k]
     rows = np.flatnonzero(scores >= threshold)  # more than top_k with ties
-  return rows[np.argsort(-scores[rows], kind='stable')][:top_k]
+  order = np.argsort(-scores[rows], kind='stable')
+  return rows[order[:top_k]]

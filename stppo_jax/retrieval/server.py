@@ -29,7 +29,6 @@ import prometheus_client
 import pydantic
 from starlette import requests
 from starlette import responses
-from starlette import routing
 
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
@@ -39,36 +38,38 @@ from stppo_jax.retrieval import protocol
 
 KINDS = ('bm25', 'dense', 'hybrid')
 _CHUNK = 32  # queries per search call, so that small requests run between parts of a large one
-_DEFAULT_TOP_K = 3
+# Choice: a query that is too long is cut, not rejected. Rejection would fail the searches of all
+# agents whose queries are in the same request.
+_MAX_QUERY_CHARS = 4096
+_MAX_PASSAGES = 32_768  # per request: queries times topk
+_TopK = Annotated[int, pydantic.Field(ge=1, le=100)]
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchServerLimits(http_server.ServerLimits):
-  """Limits per client.
+  """Limits of the retrieval server."""
 
-  Choice: a query that is too long is cut, not rejected. Rejection would fail the searches of all
-  agents whose queries are in the same request.
-  """
-
-  max_queries: int = 4096  # per request
-  max_query_chars: int = 4096
-  max_top_k: int = 100
-  max_passages: int = 32_768  # per request: queries times topk
   max_in_flight: int = 64  # complete requests; the server answers further ones with 503
 
 
 class SearchR1Body(http_server.Body):
   """A request in the dialect of Search-R1."""
 
-  queries: Annotated[list[http_server.Text], pydantic.FailFast()]
-  topk: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
+  queries: Annotated[list[http_server.Text], pydantic.FailFast(), pydantic.Field(max_length=4096)]
+  topk: _TopK = 3
   return_scores: bool = False
 
-  def answer(self, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
+  @pydantic.model_validator(mode='after')
+  def _check_size(self) -> 'SearchR1Body':
+    if len(self.queries) * self.topk > _MAX_PASSAGES:
+      raise ValueError(f'queries times topk: ask for at most {_MAX_PASSAGES} passages')
+    return self
+
+  def answer(self, results: Sequence[Sequence[types.Passage]]) -> http_server.Json:
     """Returns the answer's fields: `result`, one list per query."""
     return {'result': [[self._entry(passage) for passage in row] for row in results]}
 
-  def _entry(self, passage: types.Passage) -> dict[str, Any]:
+  def _entry(self, passage: types.Passage) -> http_server.Json:
     document = {'id': passage.id, 'contents': tasks_lib.write_contents(passage)}
     if not self.return_scores:
       return document
@@ -79,17 +80,13 @@ class RagenBody(http_server.Body):
   """A request in the dialect of RAGEN."""
 
   query: http_server.Text
-  top_k: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
+  topk: _TopK = pydantic.Field(3, alias='top_k')
 
   @property
   def queries(self) -> list[str]:
     return [self.query]
 
-  @property
-  def topk(self) -> int:
-    return self.top_k
-
-  def answer(self, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
+  def answer(self, results: Sequence[Sequence[types.Passage]]) -> http_server.Json:
     """Returns the answer's fields: `results`, the passages of the query."""
     rows = []
     for passage in results[0]:
@@ -98,20 +95,10 @@ class RagenBody(http_server.Body):
     return {'results': rows}
 
 
-def parse_body(fields: dict[str, Any], limits: SearchServerLimits) -> SearchR1Body | RagenBody:
-  """Returns the request in its dialect. Raises ValidationError and RequestError."""
+def parse_body(fields: http_server.Json) -> SearchR1Body | RagenBody:
+  """Returns the request in its dialect. Raises ValidationError."""
   kind = RagenBody if 'query' in fields else SearchR1Body
-  body = kind.model_validate({k: v for k, v in fields.items() if v is not None})
-  num_queries = len(body.queries)
-  num_passages = num_queries * body.topk
-  for count, most, unit in (
-      (body.topk, limits.max_top_k, 'passages per query'),
-      (num_queries, limits.max_queries, 'queries per request'),
-      (num_passages, limits.max_passages, 'passages per request'),
-  ):
-    if count > most:
-      raise http_server.RequestError(400, f'{count} {unit}: ask for at most {most}')
-  return body
+  return kind.model_validate({k: v for k, v in fields.items() if v is not None})
 
 
 class RetrievalApp(http_server.HttpApp):
@@ -127,8 +114,8 @@ class RetrievalApp(http_server.HttpApp):
       limits: SearchServerLimits = SearchServerLimits(),
       threads: int = 1,
   ):
-    super().__init__(limits, [routing.Route('/retrieve', self._retrieve, methods=['POST'])])
-    self.limits: SearchServerLimits = limits
+    super().__init__(limits, [self.post('/retrieve', parse_body, self._retrieve)])
+    self._max_in_flight = limits.max_in_flight
     self.in_flight = 0
     self._num_passages = num_passages
     self._retriever = retriever
@@ -148,38 +135,34 @@ class RetrievalApp(http_server.HttpApp):
   def _check_load(self) -> None:
     if self.stopping:
       raise http_server.RequestError(503, 'busy: stopping; try again')
-    if self.in_flight >= self.limits.max_in_flight:
+    if self.in_flight >= self._max_in_flight:
       raise http_server.RequestError(503, f'busy: {self.in_flight} requests are running; try again')
 
-  def health(self) -> dict[str, Any]:
+  def health(self) -> http_server.Json:
     return super().health() | {'passages': self._num_passages}
 
-  async def _retrieve(self, request: requests.Request) -> responses.Response:
-    fields = await self.read_json(request)
+  async def _retrieve(
+      self, request: requests.Request, body: SearchR1Body | RagenBody
+  ) -> responses.Response:
+    """Answers a request in threads, while the server keeps listening."""
     self._check_load()
-    body = parse_body(fields, self.limits)
+    loop = asyncio.get_running_loop()
+    queries = [query[:_MAX_QUERY_CHARS] for query in body.queries]
+    results: list[list[types.Passage]] = []
     self.in_flight += 1  # only complete requests count: half of a body must not keep others out
     try:
-      answer = await self._search(body)
+      for start in range(0, len(queries), _CHUNK):
+        chunk = queries[start : start + _CHUNK]
+        search = loop.run_in_executor(self._pool, self._retriever.search, chunk, body.topk)
+        results += [passages or [] for passages in await search]
+      self._queries.inc(len(queries))
+      write = lambda: json.dumps(body.answer(results)).encode()
+      answer = await loop.run_in_executor(self._pool, write)
     finally:
       self.in_flight -= 1
     if await request.is_disconnected():
       raise requests.ClientDisconnect
     return responses.Response(answer, media_type='application/json')
-
-  async def _search(self, body: SearchR1Body | RagenBody) -> bytes:
-    """Returns the body of an answer, made in threads, while the server keeps listening."""
-    loop = asyncio.get_running_loop()
-    most = self.limits.max_query_chars
-    queries = [query[:most] for query in body.queries]
-    results: list[list[types.Passage]] = []
-    for start in range(0, len(queries), _CHUNK):
-      chunk = queries[start : start + _CHUNK]
-      search = loop.run_in_executor(self._pool, self._retriever.search, chunk, body.topk)
-      results += [passages or [] for passages in await search]
-    self._queries.inc(len(queries))
-    write = lambda: json.dumps(body.answer(results)).encode()
-    return await loop.run_in_executor(self._pool, write)
 
   def close(self) -> None:
     """Stops the search threads."""
@@ -212,9 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   flags = _parse(arguments)
   logging.basicConfig(level=logging.INFO, format='%(asctime)s  %(message)s', datefmt='%H:%M:%S')
-  limits = SearchServerLimits(
-      **{field.name: getattr(flags, field.name) for field in dataclasses.fields(SearchServerLimits)}
-  )
   try:
     passages = tasks_lib.load_corpus(flags.corpus)
     logging.info('%s over %d passages', flags.kind, len(passages))
@@ -226,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = f'--embeddings={flags.embeddings}' if flags.embeddings else f'--corpus={flags.corpus}'
     print(f'server: {given}: {error}: give another folder', file=sys.stderr)
     return 1
-  app = RetrievalApp(retriever, len(passages), limits, flags.threads)
+  app = RetrievalApp(retriever, len(passages), threads=flags.threads)
   try:
     serve(app, flags.host, flags.port, flags.hosts)
   except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
@@ -257,16 +237,11 @@ def _parse(arguments):
   )
   parser.add_argument('--port', type=int, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=int, default=1, help='searches at once')
-  for field in dataclasses.fields(SearchServerLimits):
-    flag = '--' + field.name.replace('_', '-')
-    parser.add_argument(flag, default=field.default, type=field.type, help='limit')
   flags = parser.parse_args(arguments)
   if not 0 <= flags.port <= 65535:
     parser.error(f'--port={flags.port}: give 0 to 65535')
-  for name, value in vars(flags).items():
-    least = 1 if isinstance(value, int) else 0
-    if isinstance(value, (int, float)) and name != 'port' and not value >= least:
-      parser.error(f'--{name.replace("_", "-")}={value}: give at least {least}')
+  if flags.threads < 1:
+    parser.error(f'--threads={flags.threads}: give at least 1')
   return flags
 
 

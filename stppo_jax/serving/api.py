@@ -3,17 +3,24 @@
 A field that is not supported and would change an answer is an error, never ignored.
 """
 
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence
 import contextlib
 import json
+import time
 from typing import Annotated
 from typing import Any
+from typing import ClassVar
 from typing import Literal
+import uuid
 
 import pydantic
+from starlette import exceptions
 import typing_extensions
 
 from stppo_jax.distributed import http_server
+from stppo_jax.envs import tool_calls
+from stppo_jax.serving import answers
 
 MAX_CHOICES = 16  # per prompt
 MAX_PROMPTS = 256
@@ -28,6 +35,7 @@ _IGNORED = frozenset(
     'request_id priority cache_salt spaces_between_special_tokens cache_control speed'.split()
 )
 _NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
+_ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 
 
 def _listed(value: Any) -> Any:
@@ -40,12 +48,28 @@ def _listed_prompts(value: Any) -> Any:
   return value if is_list else [value]
 
 
+def listed_parts(value: Any) -> Any:
+  """Returns the parts of a content: a text is one part."""
+  return [{'type': 'text', 'text': value}] if isinstance(value, str) else value
+
+
 def _parse_arguments(value: Any) -> Any:
   """Returns the arguments of a call as an object. A text that is not JSON stays a text."""
   if isinstance(value, str):
     with contextlib.suppress(ValueError, RecursionError):
       return json.loads(value)
   return value
+
+
+def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+  """Returns the value as it is: a chat template shows a tool's fields in the client's order."""
+  check(value)
+  return value
+
+
+def _kind(value: Any) -> str:
+  """Returns the tag of a prompt: a text or a list."""
+  return 'text' if isinstance(value, str) else 'list'
 
 
 class Part(pydantic.BaseModel):
@@ -76,11 +100,6 @@ class ToolCall(Part):
   function: CalledFunction
 
 
-def kind(value: Any) -> str:
-  """Returns the tag of a value that is a text or a list."""
-  return 'text' if isinstance(value, str) else 'list'
-
-
 class TextPart(Part):
   """A part of a content."""
 
@@ -88,23 +107,19 @@ class TextPart(Part):
   text: http_server.Text
 
 
-# An alias, because FailFast has no hash and cannot stand in a union.
-_TextParts = typing_extensions.TypeAliasType(
-    '_TextParts', Annotated[list[TextPart], pydantic.FailFast()]
-)
+TextParts = Annotated[list[TextPart], pydantic.FailFast(), pydantic.BeforeValidator(listed_parts)]
 
 
-TextContent = Annotated[
-    Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TextParts, pydantic.Tag('list')],
-    pydantic.Discriminator(kind),
-]
+def join(parts: Sequence[TextPart]) -> str:
+  """Returns the text of a content."""
+  return ''.join(part.text for part in parts)
 
 
 class Message(Part):
   """A message, whose content is a text."""
 
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
-  content: TextContent = ''
+  content: TextParts = []
   tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
   tool_call_id: str | None = None
   name: str | None = None
@@ -112,12 +127,11 @@ class Message(Part):
   def to_dict(self) -> dict[str, Any]:
     """Returns the message for a chat template."""
     message = self.model_dump(exclude_none=True)
+    message['content'] = join(self.content)
     if self.role == 'developer':
       message['role'] = 'system'
-    if isinstance(self.content, list):
-      message['content'] = ''.join(part.text for part in self.content)
     if self.role != 'assistant' or not self.tool_calls:
-      message.pop('tool_calls', None)
+      del message['tool_calls']
     return message
 
 
@@ -135,27 +149,29 @@ class ToolSchema(Part):
   function: FunctionSchema
 
 
-def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
-  """Returns the value as it is: a chat template shows a tool's fields in the client's order."""
-  check(value)
-  return value
-
-
 TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
 TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
+# An alias, because FailFast has no hash and cannot stand in a union.
 _TokenIds = typing_extensions.TypeAliasType(
     '_TokenIds', Annotated[list[TokenId], pydantic.FailFast()]
 )
 Prompt = Annotated[
     Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TokenIds, pydantic.Tag('list')],
-    pydantic.Discriminator(kind),
+    pydantic.Discriminator(_kind),
     pydantic.Field(min_length=1),
 ]
 Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], pydantic.Field(max_length=MAX_STOPS), pydantic.FailFast()]
 
 
 class ClientBody(http_server.Body):
-  """A body of a client, which may also send fields that change no answer."""
+  """Fields of all requests. A client may also send fields that change no answer."""
+
+  model: str = ''
+  max_tokens: TokenCount | None = None
+  temperature: float = pydantic.Field(1.0, ge=0, le=100)
+  top_p: float = pydantic.Field(1.0, gt=0, le=1)
+  stream: bool = False
 
   @pydantic.model_validator(mode='before')
   @classmethod
@@ -171,23 +187,14 @@ class ClientBody(http_server.Body):
 
 
 class CompletionBody(ClientBody):
-  """Fields of both kinds of requests. Fields that are not OpenAI's are vLLM's."""
+  """Fields of OpenAI's two kinds of requests. Fields that are not OpenAI's are vLLM's."""
 
-  model: str = ''
-  max_tokens: TokenCount | None = None
+  PROMPT_FIELD: ClassVar[str]
   max_completion_tokens: TokenCount | None = None
-  temperature: float = pydantic.Field(1.0, ge=0, le=100)
-  top_p: float = pydantic.Field(1.0, gt=0, le=1)
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
   best_of: int | None = None
-  stop: Annotated[
-      list[Stop],
-      pydantic.Field(max_length=MAX_STOPS),
-      pydantic.FailFast(),
-      pydantic.BeforeValidator(_listed),
-  ] = []
+  stop: Annotated[Stops, pydantic.BeforeValidator(_listed)] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-  stream: bool = False
   stream_options: dict[str, bool] = {}
   response_format: dict[Literal['type'], Literal['text']] = {}
   include_stop_str_in_output: bool = False
@@ -214,6 +221,7 @@ class CompletionBody(ClientBody):
 class TextBody(CompletionBody):
   """A request of /v1/completions."""
 
+  PROMPT_FIELD = 'prompt'
   prompt: Annotated[
       list[Prompt],
       pydantic.Field(max_length=MAX_PROMPTS),
@@ -222,14 +230,11 @@ class TextBody(CompletionBody):
   ]
   logprobs: int | None = pydantic.Field(None, ge=0, le=1)  # those of the chosen tokens
 
-  @property
-  def wants_logprobs(self) -> bool:
-    return self.logprobs is not None
-
 
 class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
+  PROMPT_FIELD = 'messages'
   messages: Annotated[
       list[Message], pydantic.Field(min_length=1, max_length=MAX_MESSAGES), pydantic.FailFast()
   ]
@@ -243,10 +248,6 @@ class ChatBody(CompletionBody):
   logprobs: bool = False  # those of the chosen tokens
 
   @property
-  def wants_logprobs(self) -> bool:
-    return self.logprobs
-
-  @property
   def conversation(self) -> list[dict[str, Any]]:
     """The messages as chat templates expect them."""
     return [message.to_dict() for message in self.messages]
@@ -256,26 +257,140 @@ class ChatBody(CompletionBody):
     return [] if self.tool_choice == 'none' else self.tools
 
 
-def chat_logprobs(tokens: Sequence[bytes], logp: Sequence[float]) -> dict[str, Any]:
-  """Returns the `logprobs` of a chat choice: those of the chosen tokens."""
-  content = []
-  for token, value in zip(tokens, logp):
-    entry = {'token': _decode(token), 'logprob': value, 'bytes': list(token), 'top_logprobs': []}
-    content.append(entry)
-  return {'content': content}
+class TextWriter:
+  """Writes the answer of a text request as OpenAI's JSON."""
+
+  prefix = 'cmpl'
+  kind = 'text_completion'
+  chunk_kind = 'text_completion'
+
+  def __init__(self, model: str, body: Any, answer: answers.Answer):
+    self._body = body
+    self._answer = answer
+    self._head = {
+        'id': f'{self.prefix}-{uuid.uuid4().hex}',
+        'object': self.chunk_kind if body.stream else self.kind,
+        'created': int(time.time()),
+        'model': model,
+    }
+
+  async def whole(self) -> dict[str, Any]:
+    """Returns a whole answer, whose choices have one chunk each."""
+    chunks = [chunk async for chunk in self._answer.chunks()]
+    chunks.sort(key=lambda chunk: chunk.index)
+    choices = list(map(self._choice, chunks))
+    return self._head | {'choices': choices, 'usage': self._answer.usage()}
+
+  async def events(self) -> AsyncGenerator[str, None]:
+    """Yields the answer's server-sent events."""
+    try:
+      async for chunk in self._answer.chunks():
+        yield _event(self._head | {'choices': [self._choice(chunk)]})
+      if self._body.stream_options.get('include_usage'):
+        yield _event(self._head | {'choices': [], 'usage': self._answer.usage()})
+      yield 'data: [DONE]\n\n'
+    except http_server.RequestError as error:  # the status is sent already
+      yield _event(error_body(error))
+
+  def _choice(self, chunk: answers.Chunk) -> dict[str, Any]:
+    """Returns a choice of a whole answer, or of a chunk."""
+    fields: dict[str, Any] = {
+        'index': chunk.index,
+        'finish_reason': chunk.finish,
+        'stop_reason': chunk.stop,  # vLLM's
+        'logprobs': self._logprobs(chunk),
+    }
+    if self._body.return_token_ids:
+      fields['token_ids'] = chunk.tokens
+    if chunk.turn is not None:
+      fields['turn'] = chunk.turn
+    return fields | self._content(chunk)
+
+  def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
+    """Returns the fields of the chunk's text."""
+    fields: dict[str, Any] = {'text': chunk.text}
+    if self._body.return_token_ids and not self._body.stream:
+      fields['prompt_token_ids'] = self._answer.prompts[chunk.index // self._body.n]
+    return fields
+
+  def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
+    """Returns the log-probs of the chosen tokens; None unless they were requested."""
+    if self._body.logprobs is None:
+      return None
+    return {
+        'tokens': list(map(_decode, chunk.pieces)),
+        'token_logprobs': chunk.logp,
+        'top_logprobs': None,
+        'text_offset': chunk.starts,
+    }
 
 
-def text_logprobs(
-    tokens: Sequence[bytes], logp: Sequence[float], starts: Sequence[int]
-) -> dict[str, Any]:
-  """Returns the `logprobs` of a choice of /v1/completions; `starts` are places in its text."""
-  return {
-      'tokens': list(map(_decode, tokens)),
-      'token_logprobs': list(logp),
-      'top_logprobs': None,
-      'text_offset': list(starts),
+class ChatWriter(TextWriter):
+  """Writes the answer of a chat request as OpenAI's JSON."""
+
+  prefix = 'chatcmpl'
+  kind = 'chat.completion'
+  chunk_kind = 'chat.completion.chunk'
+
+  def __init__(self, model: str, body: ChatBody, answer: answers.Answer):
+    super().__init__(model, body, answer)
+    self._begun: set[int] = set()  # choices that have sent a chunk
+
+  async def whole(self) -> dict[str, Any]:
+    """Returns a whole answer, whose choices have one chunk each."""
+    fields = await super().whole()
+    if self._body.return_token_ids:
+      fields['prompt_token_ids'] = self._answer.prompts[0]
+    return fields
+
+  def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
+    """Returns the chat's message, or the part of it that is in a chunk."""
+    message: dict[str, Any] = {}
+    if chunk.index not in self._begun:
+      message = {'role': 'assistant', 'content': ''}
+      self._begun.add(chunk.index)
+    if chunk.text:
+      message['content'] = chunk.text
+    is_streamed = self._body.stream
+    if chunk.calls:
+      calls = list(map(_call, chunk.calls))
+      message['tool_calls'] = calls
+      if is_streamed:
+        message['tool_calls'] = [{'index': i} | call for i, call in enumerate(calls)]
+      else:
+        message['content'] = chunk.text or None
+    return {'delta' if is_streamed else 'message': message}
+
+  def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
+    if not self._body.logprobs:
+      return None
+    content = []
+    for piece, value in zip(chunk.pieces, chunk.logp):
+      entry = {'token': _decode(piece), 'logprob': value, 'bytes': list(piece), 'top_logprobs': []}
+      content.append(entry)
+    return {'content': content}
+
+
+def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
+  """Returns the JSON of an error as OpenAI writes it."""
+  other = 'invalid_request_error' if error.status_code < 500 else 'server_error'
+  fields = {
+      'message': error.detail,
+      'type': _ERROR_TYPES.get(error.status_code, other),
+      'param': getattr(error, 'param', None),
+      'code': getattr(error, 'code', None),
   }
+  return {'error': fields}
 
 
-def _decode(token: bytes) -> str:
-  return token.decode('utf-8', 'replace')
+def _event(fields: dict[str, Any]) -> str:
+  return f'data: {json.dumps(fields)}\n\n'
+
+
+def _call(call: tool_calls.Call) -> dict[str, Any]:
+  function = {'name': call.name, 'arguments': json.dumps(call.arguments, ensure_ascii=False)}
+  return {'id': f'call_{uuid.uuid4().hex[:24]}', 'type': 'function', 'function': function}
+
+
+def _decode(piece: bytes) -> str:
+  return piece.decode('utf-8', 'replace')

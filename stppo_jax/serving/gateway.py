@@ -24,7 +24,6 @@ from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
-_MAX_RECEIVING_BYTES = 256 << 20
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 STEPS = 8  # tokens of a row per decode call, of which a stop string may waste most
 
@@ -92,11 +91,7 @@ def running(
         plain_logp=settings.logprobs_mode == 'raw_logprobs',
     )
     resources.callback(service.close)
-    limits = http_server.ServerLimits(
-        max_body_bytes=settings.max_body_mb << 20,
-        max_receiving_bytes=_MAX_RECEIVING_BYTES,
-        grace_s=0.0,
-    )
+    limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
     app = server_lib.GatewayApp(service, limits, os.environ.get('STPPO_API_KEY', ''))
     try:
       server = http_server.Server(app, settings.host, port, settings.hosts)

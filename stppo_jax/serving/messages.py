@@ -6,9 +6,7 @@ allows parallel calls, and a field that is not supported is an error.
 """
 
 from collections.abc import AsyncGenerator
-from collections.abc import AsyncIterator
 from collections.abc import Iterator
-from collections.abc import Sequence
 import json
 from typing import Annotated
 from typing import Any
@@ -17,12 +15,11 @@ import uuid
 
 import pydantic
 from starlette import exceptions
-import typing_extensions
 
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
+from stppo_jax.serving import answers
 from stppo_jax.serving import api
-from stppo_jax.serving import service as service_lib
 
 _STOP_REASONS = {'length': 'max_tokens', 'tool_calls': 'tool_use'}
 _ERROR_TYPES = {
@@ -44,47 +41,54 @@ class ToolUse(api.Part):
   name: str
   input: dict[str, Any]
 
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the call of a chat."""
+    return {'id': self.id, 'function': {'name': self.name, 'arguments': self.input}}
+
 
 class ToolResult(api.Part):
-  """The result of a call, in a message of the user.
-
-  `is_error` has no place in a chat request. The model reads the error in the content.
-  """
+  """The result of a call, in a message of the user."""
 
   type: Literal['tool_result']
   tool_use_id: str
-  content: api.TextContent = ''
+  content: api.TextParts = []
+  is_error: bool = False  # the call failed, and the content tells why
+
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the message of a chat. It marks an error as the package's own tools do."""
+    text = api.join(self.content)
+    if self.is_error and not text.startswith('Error'):
+      text = f'Error: {text}'
+    return {'role': 'tool', 'tool_call_id': self.tool_use_id, 'content': text}
 
 
-_Block = Annotated[api.TextPart | ToolUse | ToolResult, pydantic.Field(discriminator='type')]
-# An alias, because FailFast has no hash and cannot stand in a union.
-_Blocks = typing_extensions.TypeAliasType('_Blocks', Annotated[list[_Block], pydantic.FailFast()])
+class Thinking(api.Part):
+  """Thinking in an earlier message of the assistant.
+
+  This server sends no such block, so a model that is not served here has written it. The model does
+  not see it.
+  """
+
+  type: Literal['thinking', 'redacted_thinking']
+
+
+_Block = Annotated[
+    api.TextPart | ToolUse | ToolResult | Thinking, pydantic.Field(discriminator='type')
+]
 
 
 class BlockMessage(api.Part):
   """A message, whose content is a text or a list of blocks."""
 
   role: Literal['user', 'assistant']
-  content: Annotated[
-      Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_Blocks, pydantic.Tag('list')],
-      pydantic.Discriminator(api.kind),
-  ]
+  content: Annotated[list[_Block], pydantic.FailFast(), pydantic.BeforeValidator(api.listed_parts)]
 
   def to_chat(self) -> Iterator[dict[str, Any]]:
     """Yields the messages of a chat: one for each tool result, and one for the rest."""
-    if isinstance(self.content, str):
-      yield {'role': self.role, 'content': self.content}
-      return
-    text = []
-    calls = []
-    for block in self.content:
-      if isinstance(block, ToolResult):
-        yield {'role': 'tool', 'tool_call_id': block.tool_use_id, 'content': block.content}
-      elif isinstance(block, ToolUse):
-        function = {'name': block.name, 'arguments': block.input}
-        calls.append({'id': block.id, 'function': function})
-      else:
-        text.append(block)
+    text = [block for block in self.content if isinstance(block, api.TextPart)]
+    calls = [block.to_chat() for block in self.content if isinstance(block, ToolUse)]
+    results = [block.to_chat() for block in self.content if isinstance(block, ToolResult)]
+    yield from results
     if text or calls or self.role == 'assistant':
       yield {'role': self.role, 'content': text, 'tool_calls': calls}
 
@@ -97,6 +101,11 @@ class BlockTool(api.Part):
   description: str = ''
   input_schema: dict[str, Any]
 
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the tool of a chat."""
+    function = {'name': self.name, 'description': self.description, 'parameters': self.input_schema}
+    return {'type': 'function', 'function': function}
+
 
 class ToolChoice(api.Part):
   """Whether the model may call tools."""
@@ -108,16 +117,9 @@ class ToolChoice(api.Part):
 class MessagesBody(api.ClientBody):
   """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing."""
 
-  model: str = ''
-  max_tokens: api.TokenCount | None = None
   messages: Annotated[list[BlockMessage], pydantic.Field(min_length=1), pydantic.FailFast()]
-  system: api.TextContent = ''
-  stop_sequences: Annotated[
-      list[api.Stop], pydantic.Field(max_length=api.MAX_STOPS), pydantic.FailFast()
-  ] = []
-  temperature: float = pydantic.Field(1.0, ge=0, le=100)
-  top_p: float = pydantic.Field(1.0, gt=0, le=1)
-  stream: bool = False
+  system: api.TextParts = []
+  stop_sequences: api.Stops = []
   tools: list[BlockTool] = []
   tool_choice: ToolChoice = ToolChoice()
   # The next two change nothing: the model thinks as it was trained to.
@@ -126,19 +128,17 @@ class MessagesBody(api.ClientBody):
 
   def to_chat(self) -> api.ChatBody:
     """Returns the equal chat request."""
-    messages = [part for message in self.messages for part in message.to_chat()]
-    if self.system:
-      messages.insert(0, {'role': 'system', 'content': self.system})
-    tools = []
-    for tool in self.tools:
-      function: dict[str, Any] = {'name': tool.name, 'description': tool.description}
-      function['parameters'] = tool.input_schema
-      tools.append({'type': 'function', 'function': function})
-    fields = self.model_dump(include={'model', 'max_tokens', 'temperature', 'top_p', 'stream'})
+    messages: list[dict[str, Any]] = []
+    system = api.join(self.system)
+    if system:
+      messages.append({'role': 'system', 'content': system})
+    for message in self.messages:
+      messages += message.to_chat()
+    fields = self.model_dump(include=set(api.ClientBody.model_fields))
     fields |= {
         'messages': messages,
         'stop': self.stop_sequences,
-        'tools': tools,
+        'tools': [tool.to_chat() for tool in self.tools],
         'tool_choice': self.tool_choice.type,
         'parallel_tool_calls': not self.tool_choice.disable_parallel_tool_use,
     }
@@ -153,30 +153,31 @@ def read(fields: dict[str, Any]) -> api.ChatBody:
 class MessagesWriter:
   """Writes an answer as Anthropic's JSON."""
 
-  def __init__(self, service: service_lib.Service, answer: service_lib.Answer):
+  def __init__(self, model: str, body: api.ChatBody, answer: answers.Answer):
+    del body  # its other fields change nothing here
     self._answer = answer
     self._head = {
         'id': f'msg_{uuid.uuid4().hex}',
         'type': 'message',
         'role': 'assistant',
-        'model': service.name,
+        'model': model,
     }
 
-  def whole(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
+  async def whole(self) -> dict[str, Any]:
     """Returns a whole answer, whose one choice has one chunk."""
-    (chunk,) = chunks
+    (chunk,) = [chunk async for chunk in self._answer.chunks()]
     content: list[Any] = list(map(_tool_use, chunk.calls))
     if chunk.text:
       content.insert(0, {'type': 'text', 'text': chunk.text})
     return self._head | {'content': content, 'usage': self._usage()} | _end(chunk)
 
-  async def events(self, chunks: AsyncIterator[service_lib.Chunk]) -> AsyncGenerator[str, None]:
+  async def events(self) -> AsyncGenerator[str, None]:
     """Yields the answer's server-sent events."""
     start = {'content': [], 'usage': self._usage(), 'stop_reason': None, 'stop_sequence': None}
     yield _event('message_start', message=self._head | start)
     num_blocks = 0
     try:
-      async for chunk in chunks:
+      async for chunk in self._answer.chunks():
         if chunk.text:
           if not num_blocks:
             block = {'type': 'text', 'text': ''}
@@ -213,7 +214,7 @@ def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
   return {'type': 'error', 'error': {'type': kind, 'message': message}}
 
 
-def _end(chunk: service_lib.Chunk) -> dict[str, Any]:
+def _end(chunk: answers.Chunk) -> dict[str, Any]:
   """Returns the fields at the end of an answer."""
   reason = _STOP_REASONS.get(chunk.finish or '')
   if reason is None:

@@ -10,7 +10,9 @@ calls only `play`. Each episode is a session with an address of its own.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from concurrent import futures
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -21,6 +23,7 @@ import jax
 
 from stppo_jax import types
 from stppo_jax.config import Config
+from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
@@ -34,22 +37,17 @@ from stppo_jax.serving import sessions
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
+_POLL_S = 0.1
+
 
 @dataclasses.dataclass(eq=False)
 class _ProgramRun:
   """A program that plays an episode."""
 
-  session_name: str
-  session: sessions.Session
   task: types.Task
-  started: float
-  is_over: bool = False
+  session: sessions.Session
   timed_out: bool = False
-  error: str = ''  # what the program raised
-
-  @property
-  def crashed(self) -> bool:
-    return bool(self.error) and not self.timed_out
+  error: str = ''  # what the program raised in time
 
 
 @dataclasses.dataclass
@@ -112,51 +110,53 @@ class ProgramAgent(agent_lib.Agent):
       sampling: sessions.Sampling,
       give_up: Callable[[], bool] | None,
   ) -> list[_ProgramRun]:
-    """Runs a program per task, each in a thread, `config.serve.rows` at a time."""
-    settings = self.config.serve
-    service = server.app.service
-    runs: list[_ProgramRun] = []
-    active: list[_ProgramRun] = []
-    changed = threading.Event()
-    try:
-      while active or len(runs) < len(tasks):
-        if give_up is not None:
-          hosts.end_if(give_up)
-        while len(runs) < len(tasks) and len(active) < settings.rows:
-          name, session = service.open_session(keys[len(runs)], sampling)
-          run = _ProgramRun(name, session, tasks[len(runs)], time.monotonic())
-          runs.append(run)
-          active.append(run)
-          arguments = (run, f'{server.url}/s/{name}/v1', changed)
-          threading.Thread(target=self._run_program, args=arguments, daemon=True).start()
-        now = time.monotonic()
-        changed.wait(0.1)
-        changed.clear()
-        for run in list(active):
-          run.timed_out = not run.is_over and now - run.started > settings.agent_timeout_s
-          if run.is_over or run.timed_out:
-            service.end_session(run.session_name)
-            active.remove(run)
-    finally:
-      for run in runs:  # programs that continue get an error
-        service.end_session(run.session_name)
-    return runs
+    """Runs a program per task, `config.serve.rows` at a time."""
+    stopping = threading.Event()
 
-  def _run_program(self, run: _ProgramRun, url: str, changed: threading.Event) -> None:
-    """Runs one program, and sets its reward."""
+    with futures.ThreadPoolExecutor(self.config.serve.rows) as pool:
+      run_program = functools.partial(pool.submit, self._run_program, server, sampling, stopping)
+      runs = [run_program(task, key) for task, key in zip(tasks, keys)]
+      try:
+        while futures.wait(runs, _POLL_S).not_done:
+          if give_up is not None:
+            hosts.end_if(give_up)
+      finally:
+        stopping.set()
+        pool.shutdown(cancel_futures=True)
+    return [run.result() for run in runs]
+
+  def _run_program(
+      self,
+      server: Any,
+      sampling: sessions.Sampling,
+      stopping: threading.Event,
+      task: types.Task,
+      key: jax.Array,
+  ) -> _ProgramRun:
+    """Runs one program in a session of its own. A program that continues after it gets an error."""
+    service = server.app.service
+    name, session = service.open_session(key, sampling)
+    run = _ProgramRun(task, session)
+    deadline = time.monotonic() + self.config.serve.agent_timeout_s
+    call = calls.ThreadedCall(lambda: self._score(run, f'{server.url}/s/{name}/v1'))
     try:
-      reward = self.program.run(run.task, url, self.config.name)
-      if reward is None and not run.session.has_reward:
-        reward = self._reward(run)
-      if reward is not None:
-        run.session.reward(_finite(self.config.env.kind, reward))
-    except sessions.Closed:
-      pass  # The session took too long. Its episode is marked as truncated.
+      while not call.has_ended(_POLL_S):
+        run.timed_out = time.monotonic() > deadline
+        if run.timed_out or stopping.is_set():
+          break
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:
-      run.is_over = True
-      changed.set()
+      service.end_session(name)
+    return run
+
+  def _score(self, run: _ProgramRun, url: str) -> None:
+    """Runs the program itself, and sets its reward."""
+    reward = self.program.run(run.task, url, self.config.name)
+    if reward is None and not run.session.has_reward:
+      reward = self._reward(run)
+    if reward is not None:
+      run.session.reward(_finite(self.config.env.kind, reward))
 
   def _reward(self, run: _ProgramRun) -> float:
     """Returns the score of the answer in the last turn; 0 without an answer."""
@@ -168,15 +168,16 @@ class ProgramAgent(agent_lib.Agent):
       self, run: _ProgramRun, group: int, number: int, first_is_whole: bool
   ) -> list[types.Episode]:
     """Returns the rows of an episode, with what happened to it as metrics."""
-    is_masked = run.crashed and self.config.serve.on_crash == 'mask'
+    has_crashed = run.error != ''
+    is_masked = has_crashed and self.config.serve.on_crash == 'mask'
     episodes = run.session.episodes(run.task, group, is_masked, first_is_whole)
     counts = run.session.counts
     metrics = {name: counts[name] for name in ('rewritten', 'branched', 'too_long')}
     metrics['segments'] = float(len(episodes))
-    metrics['crashed'] = float(run.crashed)
+    metrics['crashed'] = float(has_crashed)
     metrics['timed_out'] = float(run.timed_out)
     for episode in episodes:
-      if run.crashed and not is_masked:  # rewards that were posted before do not count
+      if has_crashed and not is_masked:  # rewards that were posted before do not count
         for turn in episode.turns:
           turn.reward = 0.0
         episode.whole_score = 0.0
@@ -237,7 +238,7 @@ def make_agent(
 
 def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None:
   """Logs what programs raised, and how many did nothing. RunError: none has a row to train on."""
-  errors = [run.error for run in runs if run.crashed]
+  errors = [run.error for run in runs if run.error]
   num_late = sum(run.timed_out for run in runs)
   num_idle = sum(not (run.session.num_turns or run.session.counts['too_long']) for run in runs)
   problems = (

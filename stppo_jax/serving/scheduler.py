@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import itertools
 import threading
 from typing import Any
 from typing import NamedTuple
@@ -35,9 +36,15 @@ from stppo_jax.rollout import slots as slots_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
+_STOPS = 'the server stops'
+
 
 class Busy(Exception):
-  """The queue is full, or the scheduler has been closed: try again later, or never."""
+  """The scheduler cannot do this now: it stops, or a folder is not there yet."""
+
+
+class QueueFull(Busy):
+  """Too many requests are waiting."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,11 +145,10 @@ class Scheduler:
     self._changed = threading.Condition()
     self._closed = False
     self._has_failed = False
-    self._calls: list[_ControlCall] = []
-    self._taken_calls: list[_ControlCall] = []  # by the last step
+    self._calls: list[_ControlCall] = []  # that have not ended
     self._admits = True  # whether waiting requests get rows
     self._decodes = True  # whether requests with rows continue
-    self._clock = 0
+    self._clock = itertools.count(1)
     self._thread = threading.Thread(target=self._run, name='scheduler', daemon=True)
 
   def __enter__(self) -> 'Scheduler':
@@ -187,7 +193,7 @@ class Scheduler:
     return self._thread.is_alive() and not self._closed
 
   def submit(self, requests: Sequence[Request]) -> None:
-    """Queues requests, all of them or none. Raises Busy."""
+    """Queues requests, all of them or none. Raises Busy and QueueFull."""
     for request in requests:
       fits = len(request.ids) + request.budget <= self.max_total
       if not fits or not len(request.ids) or request.budget < 1:
@@ -197,9 +203,9 @@ class Scheduler:
         )
     with self._changed:
       if not self.is_alive:
-        raise Busy('the server stops')
+        raise Busy(_STOPS)
       if self.waiting + len(requests) > self.max_waiting:
-        raise Busy(f'{self.waiting} requests are waiting')
+        raise QueueFull(f'busy: {self.waiting} requests are waiting; try again')
       self._new.extend(requests)
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
@@ -222,7 +228,7 @@ class Scheduler:
     call = _ControlCall(name, list(arguments), futures.Future())
     with self._changed:
       if not self.is_alive:
-        raise Busy('the server stops')
+        raise Busy(_STOPS)
       self._calls.append(call)
       self._changed.notify_all()
     return call.done
@@ -266,10 +272,7 @@ class Scheduler:
       self._waiting.extend(requests)
       places = enumerate(self._requests())
       cancelled = [place for place, request in places if request.cancelled]
-      calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
-      self._calls.clear()
-      self._taken_calls = calls
-      return _Step(self._closed, requests, cancelled, calls)
+      return _Step(self._closed, requests, cancelled, list(self._calls))
 
   def _has_work(self) -> bool:
     """Returns whether a token could be sampled."""
@@ -282,10 +285,10 @@ class Scheduler:
 
   def _share(self, step: _Step | None) -> _Step:
     """Returns the step of process 0 on all processes."""
-    if step is not None and jax.process_count() == 1:
-      return step
     message: Any = None
     if step is not None:
+      if jax.process_count() == 1:
+        return step
       new = [vars(request) | {'emit': None} for request in step.requests]
       named = [(call.name, call.arguments) for call in step.calls]
       message = step.closes, new, step.cancelled, named
@@ -295,8 +298,8 @@ class Scheduler:
     for fields in new:
       fields['emit'] = lambda *tokens: None  # process 0 answers the client
       self._waiting.append(Request(**fields))
-    calls = [_ControlCall(name, arguments, futures.Future()) for name, arguments in named]
-    return _Step(closes, [], cancelled, calls)
+    self._calls += [_ControlCall(name, arguments, futures.Future()) for name, arguments in named]
+    return _Step(closes, [], cancelled, list(self._calls))
 
   def _take(self, step: _Step) -> None:
     """Ends cancelled requests, and runs the calls of other threads."""
@@ -309,14 +312,15 @@ class Scheduler:
         call.done.set_result(None)
       except (UserError, Busy) as error:
         call.done.set_exception(error)
+      self._calls.remove(call)
 
   def _cancel(self, request: Request) -> None:
     if request in self._waiting:
       self._waiting.remove(request)
-      request.emit((), (), 'cancelled')
     for row in self._running_rows():
       if row.request is request:
-        self._finish(row, (), (), 'cancelled')
+        self._free(row)
+    request.emit((), (), 'cancelled')
 
   def _pause(self, drains: bool) -> None:
     self._admits = False
@@ -364,9 +368,6 @@ class Scheduler:
   def _end_all(self):
     with self._changed:
       self._closed = True
-      calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
-      calls += [call for call in self._taken_calls if not call.done.done()]
-      self._calls.clear()
       requests = [*self._requests(), *self._new]
       self._waiting.clear()
       self._new.clear()
@@ -375,8 +376,8 @@ class Scheduler:
     for request in requests:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
-    for call in calls:
-      call.done.set_exception(Busy('the server stops'))
+    for call in self._calls:
+      call.done.set_exception(Busy(_STOPS))
 
   def _take_waiting(self) -> list[tuple[list[_CacheRow], list[int]]]:
     """Gives idle rows to waiting requests.
@@ -404,8 +405,7 @@ class Scheduler:
 
   def _occupy(self, row: _CacheRow, ids: np.ndarray, common: int, request: Request) -> None:
     """Gives a row to a request whose first `common` tokens will be copied."""
-    self._clock += 1
-    row.used = self._clock
+    row.used = next(self._clock)
     row.request = request
     row.owner = request.owner
     row.text = b''
@@ -478,19 +478,20 @@ class Scheduler:
     self.counts.dropped_tokens += len(tokens) - count
     self.counts.sampled_tokens += count
     tokens = tokens[:count]
-    logp = logp[:count]
     row.tokens[row.length : row.length + count] = tokens
     row.length += count
     row.budget -= count
     if request.ignore_eos:
       alive = row.budget > 0
     has_eos = not alive and not request.ignore_eos and int(tokens[-1]) in self._eos_ids
+    finish = None
     if has_stop_string or has_eos:
-      self._finish(row, tokens, logp, 'stop')
+      finish = 'stop'
     elif not alive:
-      self._finish(row, tokens, logp, 'length')
-    else:
-      request.emit(tokens.tolist(), logp.tolist(), None)
+      finish = 'length'
+    if finish is not None:
+      self._free(row)
+    request.emit(tokens.tolist(), logp[:count].tolist(), finish)
 
   def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> tuple[int, bool]:
     """Returns the number of tokens up to a stop string, and whether there is one."""
@@ -507,11 +508,8 @@ class Scheduler:
       row.text = row.text[-longest:]
     return len(tokens), False
 
-  def _finish(self, row: _CacheRow, tokens, logp, reason: str) -> None:
-    request = row.request
-    assert request is not None
+  def _free(self, row: _CacheRow) -> None:
+    """Ends the request of a row, which keeps its tokens."""
     row.request = None
     row.phase = 'waiting'
-    self._clock += 1
-    row.used = self._clock
-    request.emit(list(map(int, tokens)), list(map(float, logp)), reason)
+    row.used = next(self._clock)

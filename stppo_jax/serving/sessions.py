@@ -10,6 +10,7 @@ segment, or that rewrites the history, starts a new segment, which is counted.
   segment 3   another prompt | turn 5                                        (rewritten)
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -60,6 +61,10 @@ class Segment:
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
 
+  def is_free_after(self, num_turns: int) -> bool:
+    """Whether a request can continue it after this number of turns."""
+    return num_turns == len(self.turns) and not self.is_extended
+
   def num_known_turns(self, identities: Sequence[Identity]) -> int:
     """Returns the number of this segment's turns with which a conversation begins."""
     num_equal = 0
@@ -76,17 +81,18 @@ class RequestPlan:
 
   ids: list[int]  # the whole prompt
   key: np.ndarray
-  segment: Segment | None  # the segment that the request continues; None: a new one
-  identities: list[Identity]  # one per message
-  tools: str
-  number: int = 0  # position of the segment
+  segment: Segment | None = None  # gets the turn; None: the request is outside a session
+  identities: Sequence[Identity] = ()  # one per message
 
 
 class Session:
   """The recorded turns of one client. Safe to use from several threads."""
 
-  def __init__(self, template: template_lib.Template, key: jax.Array, sampling: Sampling):
+  def __init__(
+      self, template: template_lib.Template, key: jax.Array, sampling: Sampling, name: str = ''
+  ):
     self.sampling = sampling
+    self.name = name
     self._template = template
     self._key = key
     self._lock = threading.Lock()
@@ -126,91 +132,103 @@ class Session:
   def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
 
-    The longest recorded beginning counts. Of the segments that have it, one that ends there and is
-    not being continued is preferred.
+    The recorded turns with which the conversation begins keep their ids.
     """
     identities = [identify(message) for message in messages]
     written = _json(tools)
     with self._open():
-      best: Segment | None = None
-      rank = (0, False)
+      num_known = []
       for segment in self._segments:
-        turns = segment.num_known_turns(identities) if segment.tools == written else 0
-        is_free = turns == len(segment.turns) and not segment.is_extended
-        if turns and (turns, is_free) > rank:
-          best = segment
-          rank = (turns, is_free)
+        has_tools = segment.tools == written
+        num_known.append(segment.num_known_turns(identities) if has_tools else 0)
+      best, num_turns = self._longest(num_known)
       if best is None:
-        return self._begin_segment(self._template.encode(messages, tools), identities, written)
-      last = rank[0] - 1
-      num_messages, num_ids = best.ends[last]
-      sampled = best.turns[last].tokens.tolist()
-      new = self._template.encode_after(sampled, messages[num_messages:], tools)
-      ids = best.ids[:num_ids] + new
-      return self._begin(ids, best, rank[1], identities, written)
+        ids = self._template.encode(messages, tools)
+      else:
+        num_messages, num_ids = best.ends[num_turns - 1]
+        sampled = best.turns[num_turns - 1].tokens.tolist()
+        new = self._template.encode_after(sampled, messages[num_messages:], tools)
+        ids = best.ids[:num_ids] + new
+      return self._begin(ids, best, num_turns, identities, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
 
     Control tokens of a text are tokens. Raises Closed, and TooLong.
     """
-    tokenizer = self._template.tokenizer
+    read: Callable[[list[int]], Any] = list
+    if isinstance(prompt, str):
+      read = self._template.tokenizer.decode
     with self._open():
-      for segment in reversed(self._segments):
-        if segment.tools != _PLAIN:
-          continue
-        if isinstance(prompt, str):
-          known: Any = tokenizer.decode(segment.ids)
-          begins = prompt.startswith(known)
-        else:
-          known = segment.ids
-          begins = list(prompt[: len(known)]) == known
-        if begins:
-          new = self._template.encode_prompt(prompt[len(known) :])
-          is_free = not segment.is_extended
-          ids = segment.ids + new
-          return self._begin(ids, segment, is_free, [], _PLAIN)
-      return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
+      num_known = []
+      for segment in self._segments:
+        known = read(segment.ids)
+        begins = segment.tools == _PLAIN and prompt[: len(known)] == known
+        num_known.append(len(segment.turns) if begins else 0)
+      best, num_turns = self._longest(num_known)
+      if best is None:
+        ids = self._template.encode_prompt(prompt)
+      else:
+        new = prompt[len(read(best.ids)) :]
+        ids = best.ids + self._template.encode_prompt(new)
+      return self._begin(ids, best, num_turns, [], _PLAIN)
 
-  def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> RequestPlan:
-    plan = self._begin(ids, None, False, identities, tools)
-    self.counts['rewritten'] += bool(self._segments)
-    return plan
+  def _longest(self, num_known: Sequence[int]) -> tuple[Segment | None, int]:
+    """Returns the segment of which a request has most turns, and their number.
+
+    Of equal ones, a segment that ends there and is not being continued is preferred.
+    """
+    best = None
+    rank = (0, False)
+    for segment, num_turns in zip(self._segments, num_known):
+      segment_rank = (num_turns, segment.is_free_after(num_turns))
+      if num_turns and segment_rank > rank:
+        best = segment
+        rank = segment_rank
+    return best, rank[0]
 
   def _begin(
       self,
       ids: list[int],
       segment: Segment | None,
-      is_free: bool,
+      num_turns: int,
       identities: list[Identity],
       tools: str,
   ) -> RequestPlan:
-    """Claims the end of a segment, or counts a new one. Raises TooLong."""
+    """Claims the end of a segment, or begins a new one and counts it. Raises TooLong."""
     self._template.check(ids)
-    key = self._key
-    if segment is not None and is_free:
-      segment.is_extended = True
-      number = segment.number
-    else:
-      self.counts['branched'] += segment is not None
+    if segment is None:
+      self.counts['rewritten'] += bool(self._segments)
+    elif not segment.is_free_after(num_turns):
+      self.counts['branched'] += 1
       segment = None
-      number = self._num_begun
-      self._num_begun += 1
-    if number:  # the first has the key of the episode, as one that the engine plays
-      key = jax.random.fold_in(key, number)
-    data = np.asarray(jax.random.key_data(key))
-    return RequestPlan(ids, data, segment, identities, tools, number)
+    return self._claim(ids, segment, identities, tools)
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
+    assert plan.segment is not None
     with self._lock:
-      return self._begin(plan.ids, plan.segment, False, plan.identities, plan.tools)
+      self.counts['branched'] += bool(plan.segment.turns)
+      return self._claim(plan.ids, None, plan.identities, plan.segment.tools)
+
+  def _claim(
+      self, ids: list[int], segment: Segment | None, identities: Sequence[Identity], tools: str
+  ) -> RequestPlan:
+    """Returns the plan of a request that continues a segment, or begins one."""
+    if segment is None:
+      segment = Segment(ids, tools, self._num_begun)
+      self._num_begun += 1
+    segment.is_extended = True
+    key = self._key
+    if segment.number:  # the first has the key of the episode, as one that the engine plays
+      key = jax.random.fold_in(key, segment.number)
+    return RequestPlan(ids, np.asarray(jax.random.key_data(key)), segment, identities)
 
   def abandon(self, plan: RequestPlan) -> None:
     """Ends a request that gave no turn."""
+    assert plan.segment is not None
     with self._lock:
-      if plan.segment is not None:
-        plan.segment.is_extended = False
+      plan.segment.is_extended = False
 
   def record(
       self,
@@ -227,17 +245,16 @@ class Session:
     )
     with self._open():
       segment = plan.segment
-      if segment is None:
-        segment = Segment(list(plan.ids), plan.tools, plan.number, ids=list(plan.ids))
-        self._segments.append(segment)
-        segment.accepted = [frozenset([x]) for x in plan.identities]
-      else:
-        segment.is_extended = False
-        new = plan.ids[len(segment.ids) :]
+      assert segment is not None
+      new = plan.ids[len(segment.ids) :]
+      if segment.turns:
         segment.turns[-1].observation = np.array(new, np.int32)
-        segment.ids += new
-        more = plan.identities[len(segment.accepted) :]
-        segment.accepted += [frozenset([x]) for x in more]
+      else:
+        self._segments.append(segment)
+      more = plan.identities[len(segment.accepted) :]
+      segment.ids += new
+      segment.accepted += [frozenset([identity]) for identity in more]
+      segment.is_extended = False
       segment.turns.append(turn)
       segment.ids += turn.tokens.tolist()
       segment.accepted.append(frozenset(map(identify, answers)))
@@ -249,14 +266,14 @@ class Session:
   def reward(
       self, value: float, turn: int | None = None, metrics: Mapping[str, float] | None = None
   ) -> None:
-    """Sets the reward of a turn (from 1), or of the whole; ValueError: there is no such turn."""
+    """Sets the reward of a turn (from 1), or of the whole; UserError: there is no such turn."""
     with self._open():
       if turn is None:
         self._final_reward = value
       elif 1 <= turn <= self.num_turns:
         self._turns[turn - 1].reward = value
       else:
-        raise ValueError(f'turn={turn}: use a number from 1 to {self.num_turns}')
+        raise types.UserError(f'turn={turn}: use a number from 1 to {self.num_turns}')
       self.has_reward = True
       self._metrics |= metrics or {}
 

@@ -7,9 +7,9 @@ Qwen3's <think>, stays a token in a turn of the assistant and in the prompt, as 
 `tokenizer.Framing`.
 """
 
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import itertools
 import math
 import re
 from typing import Any
@@ -20,7 +20,8 @@ from stppo_jax.envs import tool_calls
 Message = Mapping[str, Any]
 _PROBE = 'The-agent-writes-this'
 # Two code points that are no characters: text between them is the number of a control token.
-_OPEN, _CLOSE = '\ufdd0', '\ufdd1'
+_OPEN = '\ufdd0'
+_CLOSE = '\ufdd1'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 _MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 
@@ -47,9 +48,10 @@ class Template:
     self._tool_form = tool_form
     self._max_tokens = max_tokens
     self._max_chars = max_chars
-    added = tokenizer.control_library.get_added_tokens_decoder().values()
-    self._controls = [token.content for token in added if token.content]
-    special = [token.content for token in added if token.content and token.special]
+    library = tokenizer.control_library
+    added = [token for token in library.get_added_tokens_decoder().values() if token.content]
+    special = [token.content for token in added if token.special]
+    self._controls = [token.content for token in added]
     self._any_control = _pattern(self._controls)
     self._special_control = _pattern(special)
 
@@ -60,11 +62,19 @@ class Template:
     """
     if self.tokenizer.render is not None:
       return self._encode_rendered(self._render(messages, tools))
-    runs = list(_runs([self._with_calls(message, tools) for message in messages]))
-    self._check_length(sum(len(text) for _, text in runs))
+    inline = [self._with_calls(message, tools) for message in messages]
+    self._check_length(sum(len(message['content']) for message in inline))
     ids: list[int] = []
-    for follows_turn, text in runs:
-      ids += self._encode_inline(text) if follows_turn else self.tokenizer.encode(text)
+    runs = itertools.groupby(inline, lambda message: message['role'] == 'assistant')
+    for number, (is_turn, run) in enumerate(runs):
+      texts = [message['content'] for message in run]
+      if is_turn:
+        for text in texts:
+          ids += self.tokenizer.encode(text)
+      elif number == 0:
+        ids += self.tokenizer.encode(''.join(texts))
+      else:  # between turns
+        ids += self._encode_inline(''.join(texts))
     return ids
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -84,13 +94,14 @@ class Template:
     if self.tokenizer.render is None:
       return self._encode_inline(''.join(message['content'] for message in messages))
     probe = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _PROBE}]
-    before, separator, after = self._render([*probe, *messages], tools).rpartition(_PROBE)
+    text = self._render([*probe, *messages], tools)
+    before, separator, after = text.rpartition(_PROBE)
     if not separator or _PROBE in before:
       raise ValueError('the chat template does not show an assistant turn as it is')
     ids = self._encode_rendered(after)
-    eos_ids = self.tokenizer.eos_ids
-    turn_has_end = len(turn) > 0 and turn[-1] in eos_ids and ids[:1] == [turn[-1]]
-    return ids[1:] if turn_has_end else ids
+    if turn and ids and turn[-1] == ids[0] and ids[0] in self.tokenizer.eos_ids:
+      return ids[1:]
+    return ids
 
   def check(self, ids: Sequence[int]) -> None:
     """Raises TooLong for a prompt that leaves no room, and ValueError for one that is no text."""
@@ -114,7 +125,8 @@ class Template:
     content = message['content']
     for call in message['tool_calls']:
       function = call['function']
-      content += form.write(tool_calls.Call(function['name'], function['arguments']))
+      written = tool_calls.Call(function['name'], function['arguments'])
+      content += form.write(written)
     return {'role': message['role'], 'content': content}
 
   def _encode_inline(self, text: str) -> list[int]:
@@ -125,11 +137,12 @@ class Template:
   def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
     render = self.tokenizer.render
     assert render is not None
+    options = {}
     try:  # marking raises too, for values that are nested too deeply
-      options = {}
       if tools:
-        options['tools'] = self._mark(list(tools), self._any_control)
-      return render(self._mark_messages(messages), **options)
+        options['tools'] = self._mark(tools, self._any_control)
+      marked = self._mark_messages(messages)
+      return render(marked, **options)
     except Exception as error:  # a template may raise anything
       raise ValueError(f'the chat template rejects the messages ({error})') from error
 
@@ -153,10 +166,13 @@ class Template:
   def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
     """Marks the texts of tokens in all strings of a JSON value."""
     if isinstance(value, str):
-      text = value.replace(_OPEN, '?').replace(_CLOSE, '?')
-      return pattern.sub(lambda match: f'{_OPEN}{self._controls.index(match[0])}{_CLOSE}', text)
+      mark = lambda match: f'{_OPEN}{self._controls.index(match[0])}{_CLOSE}'
+      return pattern.sub(mark, re.sub(f'[{_OPEN}{_CLOSE}]', '?', value))
     if isinstance(value, Mapping):
-      return {self._mark(key, pattern): self._mark(item, pattern) for key, item in value.items()}
+      marked = {}
+      for key, item in value.items():
+        marked[self._mark(key, pattern)] = self._mark(item, pattern)
+      return marked
     if isinstance(value, (list, tuple)):
       return [self._mark(item, pattern) for item in value]
     return value
@@ -178,28 +194,12 @@ class Template:
   def _encode_plain(self, text: str) -> list[int]:
     if not text:
       return []
-    unmarked = _MARKED.sub(lambda match: self._controls[int(match[1])], text)
-    return self.tokenizer.encode_plain(unmarked)
+    unmark = lambda match: self._controls[int(match[1])]
+    return self.tokenizer.encode_plain(_MARKED.sub(unmark, text))
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
   """Returns what finds any of the texts, the longest first."""
   longest_first = sorted(texts, key=len, reverse=True)
-  return re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
-
-
-def _runs(messages: Sequence[Message]) -> Iterator[tuple[bool, str]]:
-  """Yields (whether it follows a turn, text) of the messages, joined between turns."""
-  text = ''
-  follows_turn = False
-  for message in messages:
-    if message['role'] == 'assistant':
-      if text:
-        yield follows_turn, text
-      yield False, message['content']
-      text = ''
-      follows_turn = True
-    else:
-      text += message['content']
-  if text:
-    yield follows_turn, text
+  escaped = map(re.escape, longest_first)
+  return re.compile('|'.join(escaped) or r'(?!)')

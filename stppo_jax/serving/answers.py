@@ -1,0 +1,223 @@
+"""Answers in progress: sampled tokens in, chunks of text with calls and log-probs out.
+
+The scheduler sends the tokens of a choice to the queue of its answer. `Answer.chunks` decodes them.
+At the end of a turn it parses the tool calls and records the turn in its session.
+"""
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator
+from collections.abc import Collection
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+from stppo_jax.distributed import http_server
+from stppo_jax.envs import tool_calls
+from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.serving import sessions
+
+_FAILURES = {
+    'cancelled': (503, 'the server stops, or the session has ended'),
+    'error': (500, 'the engine has failed; see the log'),
+}
+
+
+@dataclasses.dataclass
+class Chunk:
+  """New content of a choice. `finish` is set in its last chunk."""
+
+  index: int
+  text: str
+  tokens: list[int]
+  pieces: list[bytes]  # the text of each token
+  logp: list[float]
+  starts: list[int]  # place of each token in the text
+  finish: str | None
+  calls: tuple[tool_calls.Call, ...] = ()
+  stop: str | None = None  # the client's stop string that ended the choice
+  turn: int | None = None  # its number in the session
+
+
+class TurnText:
+  """Decodes a turn token by token, without its eos token and, by default, without its stop string.
+
+  Bytes of an unfinished character, and text that may become a stop string, are held back.
+  """
+
+  def __init__(
+      self,
+      token_bytes: Sequence[bytes],
+      eos_ids: Collection[int],
+      stops: Sequence[str] = (),
+      keeps_stop: bool = False,
+  ):
+    self._token_bytes = token_bytes
+    self._eos_ids = eos_ids
+    self._stops = stops
+    self._keeps_stop = keeps_stop
+    self._longest = max(map(len, stops), default=0)
+    self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    self.full = ''  # with the stop string
+    self.shown = ''  # the part that a client may see
+    self.stop: str | None = None  # the stop string that comes first
+    self.pieces: list[bytes] = []  # the text of each token
+    self.starts: list[int] = []  # place of each token in `full`
+
+  def feed(self, tokens: Sequence[int], finish: str | None) -> None:
+    """Adds sampled tokens. `finish` is set with the last ones."""
+    before = len(self.full)
+    known = len(self._token_bytes)
+    pieces = [self._token_bytes[token] if token < known else b'' for token in tokens]
+    self.pieces += pieces
+    has_eos = finish == 'stop' and len(tokens) > 0 and tokens[-1] in self._eos_ids
+    for piece in pieces[: len(pieces) - has_eos]:
+      self.starts.append(len(self.full))
+      self.full += self._decoder.decode(piece)
+    if finish is not None:
+      self.full += self._decoder.decode(b'', True)
+    if has_eos:
+      self.starts.append(len(self.full))
+    self.shown = self._visible(max(0, before - self._longest), finish is not None)
+
+  def _visible(self, start: int, is_over: bool) -> str:
+    """Returns the text before a stop string, or before a text that may become one."""
+    places = []
+    for stop in self._stops:
+      place = self.full.find(stop, start)
+      if place >= 0:
+        places.append((place, stop))
+    if places:
+      end, self.stop = min(places)
+    if self._keeps_stop:
+      return self.full
+    if places:
+      return self.full[:end]
+    num_held = 0
+    if not is_over:
+      for size in range(1, min(self._longest, len(self.full) + 1)):
+        if any(stop.startswith(self.full[-size:]) for stop in self._stops):
+          num_held = size
+    end = max(len(self.shown), len(self.full) - num_held)
+    return self.full[:end]
+
+
+@dataclasses.dataclass(eq=False)
+class Choice:
+  """One sample of an answer, as far as it is sampled."""
+
+  request: scheduler_lib.Request
+  plan: sessions.RequestPlan
+  text: TurnText
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logp: list[float] = dataclasses.field(default_factory=list)
+  num_sent: int = 0  # tokens
+  num_sent_chars: int = 0
+  is_over: bool = False
+
+  def take_chunk(self, index: int, finish: str | None) -> Chunk:
+    """Returns the content that was not sent yet."""
+    text = self.text.shown[self.num_sent_chars :]
+    new = slice(self.num_sent, None)
+    self.num_sent = len(self.tokens)
+    self.num_sent_chars = len(self.text.shown)
+    self.is_over = finish is not None
+    return Chunk(
+        index,
+        text,
+        self.tokens[new],
+        self.text.pieces[new],
+        self.logp[new],
+        self.text.starts[new],
+        finish,
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+  """A request in progress. Call `close` once at its end."""
+
+  choices: list[Choice]
+  num_samples: int  # choices per prompt
+  is_streamed: bool
+  form: tool_calls.Form | None  # None: the request has no tools
+  session: sessions.Session | None
+  events: asyncio.Queue  # (index, tokens, log-probs, finish) as the scheduler emits them
+
+  @property
+  def prompts(self) -> list[list[int]]:
+    """The ids of each prompt."""
+    return [choice.plan.ids for choice in self.choices[:: self.num_samples]]
+
+  def usage(self) -> dict[str, int]:
+    """Returns the `usage` of the answer."""
+    num_prompt = sum(map(len, self.prompts))
+    num_sampled = sum(len(choice.tokens) for choice in self.choices)
+    return {
+        'prompt_tokens': num_prompt,
+        'completion_tokens': num_sampled,
+        'total_tokens': num_prompt + num_sampled,
+    }
+
+  async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    """Yields the chunks of all choices: one per choice unless the answer is streamed.
+
+    Choice: a turn that may be a call is sent when it is complete. RequestError: the engine failed
+    or stops.
+    """
+    num_left = len(self.choices)
+    while num_left:
+      index, tokens, logp, finish = await self.events.get()
+      if finish in _FAILURES:
+        raise http_server.RequestError(*_FAILURES[finish])
+      choice = self.choices[index]
+      choice.tokens += tokens
+      choice.logp += logp
+      choice.text.feed(tokens, finish)
+      if finish is None and (self.form or not self.is_streamed):
+        continue
+      chunk = choice.take_chunk(index, finish)
+      if finish is not None:
+        num_left -= 1
+        self._finish(choice, chunk)
+      yield chunk
+
+  def close(self) -> None:
+    """Cancels the choices in progress."""
+    for choice in self.choices:
+      choice.request.cancelled = True
+      if self.session is not None and not choice.is_over:
+        self.session.abandon(choice.plan)
+
+  def _finish(self, choice: Choice, chunk: Chunk) -> None:
+    """Parses the calls of a turn that has ended, and records it."""
+    action = 'other'
+    forms = [_message(choice.text.shown), _message(choice.text.full)]
+    if chunk.finish == 'stop':
+      chunk.stop = choice.text.stop
+    if self.form is not None:
+      content, calls = self.form.parse(choice.text.full)
+      if any(call.error for call in calls):
+        action = 'invalid'  # the client gets the text as it is
+      elif calls:
+        action = 'tool'
+        chunk.text = content
+        chunk.calls = calls
+        chunk.finish = 'tool_calls'
+        forms.append(_message(content, calls))
+    if self.session is not None:
+      was_cut = chunk.finish == 'length'
+      with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
+        chunk.turn = self.session.record(
+            choice.plan, choice.tokens, choice.logp, forms, was_cut, action
+        )
+
+
+def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, Any]:
+  """Returns the message with which a client sends a turn back."""
+  message: dict[str, Any] = {'role': 'assistant', 'content': content}
+  if calls:
+    functions = [{'name': call.name, 'arguments': call.arguments} for call in calls]
+    message['tool_calls'] = [{'function': function} for function in functions]
+  return message
