@@ -23,7 +23,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
-import pydantic
 import pytest
 import requests
 
@@ -597,16 +596,6 @@ class MessagesTest(parameterized.TestCase):
 
 
 class LimitsTest(parameterized.TestCase):
-
-  def test_the_first_wrong_item_of_a_list_ends_the_check(self):
-    parts = [{'role': 'user', 'content': [{'type': 'image'}] * 999}]
-    for kind, fields in (
-        (api.TextBody, {'prompt': [-1] * 999}),
-        (api.ChatBody, {'messages': parts}),
-    ):
-      with self.assertRaises(pydantic.ValidationError) as raised:
-        kind.model_validate(fields | {'model': 'm'})
-      self.assertLess(raised.exception.error_count(), 9)
 
   def test_template_kwargs_must_be_those_of_server(self):
     own = {'enable_thinking': False}

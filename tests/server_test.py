@@ -61,7 +61,7 @@ def running(retriever=None, threads=1, **limits):
   app = server.RetrievalApp(
       retriever or bm25.Bm25Retriever(PASSAGES),
       len(PASSAGES),
-      server.SearchServerLimits(**limits),
+      http_server.ServerLimits(**limits),
       threads,
   )
   with http_server.Server(app) as running_server:
@@ -176,7 +176,6 @@ class RejectionsTest(parameterized.TestCase):
       (b'[]', 'must be a JSON object'),
       (b'{}', 'queries: Field required'),
       (b'{"query": "a", "queries": []}', 'queries is not supported'),
-      (json.dumps(dict.fromkeys(map(str, range(300)), 1)).encode(), 'has 300 fields'),
       (b'{"queries": "a"}', 'queries: Input should be a valid list'),
       (b'{"queries": ["a", null]}', 'queries.1: Input should be a valid string'),
       (json.dumps({'queries': ['a'] * 4097}).encode(), 'queries: List should have at most 4096'),
@@ -192,11 +191,6 @@ class RejectionsTest(parameterized.TestCase):
     self.assertEqual(status, 400)
     self.assertIn(message, answer['error'])
     self.assertNotIn('\n', answer['error'])
-
-  def test_only_the_first_wrong_query_is_an_error(self):
-    with self.assertRaises(pydantic.ValidationError) as context:
-      server.parse_body({'queries': [1] * 100})
-    self.assertEqual(context.exception.error_count(), 1)
 
   def test_error_is_one_line_of_json(self):
     with running(max_body_bytes=1000) as (port, _, _):
@@ -294,7 +288,8 @@ class LoadTest(parameterized.TestCase):
 
   def test_requests_beyond_limit_get_503(self):
     gate = Gate()
-    with running(gate, max_in_flight=2) as (port, service, _):
+    self.enterContext(mock.patch.object(server, '_MAX_IN_FLIGHT', 2))
+    with running(gate) as (port, service, _):
       with concurrent.futures.ThreadPoolExecutor() as pool:
         held = [pool.submit(ask, port, body={'query': 'a'}) for _ in range(2)]
         wait_for(lambda: service.in_flight == 2)
@@ -311,7 +306,8 @@ class LoadTest(parameterized.TestCase):
 
   def test_incomplete_bodies_block_nobody(self):
     half = HEADER + b'Content-Length: 100\r\n\r\n{"quer'
-    with running(max_in_flight=2) as (port, service, _), contextlib.ExitStack() as connections:
+    self.enterContext(mock.patch.object(server, '_MAX_IN_FLIGHT', 2))
+    with running() as (port, _, _), contextlib.ExitStack() as connections:
       for _ in range(8):
         connect = socket.create_connection(('127.0.0.1', port), timeout=60)
         connections.enter_context(connect).sendall(half)
@@ -333,9 +329,10 @@ class LoadTest(parameterized.TestCase):
         connection.sendall(HEADER + b'Content-Length: 14\r\n\r\n' b'{"query": "a"}')
         self.assertTrue(gate.entered.acquire(timeout=60))
       self.assertEqual(app.in_flight, 1)
-      gate.open.set()
       wait_for(lambda: metric(port, 'retrieval_requests_total{status="499"}') == 1)
-      self.assertEqual(app.in_flight, 0)
+      self.assertEqual(app.in_flight, 1)
+      gate.open.set()
+      wait_for(lambda: app.in_flight == 0)
 
   def test_running_requests_are_finished_at_shutdown(self):
     gate = Gate()

@@ -6,7 +6,6 @@ Starlette   finds the function that answers
 """
 
 import asyncio
-from collections.abc import Awaitable
 from collections.abc import Callable
 from collections.abc import Coroutine
 from collections.abc import Mapping
@@ -34,7 +33,6 @@ import uvicorn
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
 _KEEP_ALIVE_S = 75  # between requests of a connection
-_MAX_FIELDS = 256  # in a body
 _SHOWN = 80  # characters of a wrong value in an error
 
 Json = dict[str, Any]  # a JSON object
@@ -79,7 +77,7 @@ class HttpApp:
 
   name = ''  # first word of the metrics' names
   how_to_allow = ''  # tells how to allow another name of the host
-  statuses: Mapping[type[Exception], int] = {}  # of errors of the application's own
+  statuses: Mapping[type[Exception], int] = {}  # answers to the application's own errors
 
   def __init__(self, limits: ServerLimits, routes: Sequence[routing.Route]):
     self.limits = limits
@@ -168,13 +166,18 @@ class HttpApp:
       self,
       path: str,
       read: Callable[[Json], Any],
-      answer: Callable[[requests.Request, Any], Awaitable[responses.Response | Json]],
+      answer: Callable[[requests.Request, Any], Coroutine[Any, Any, responses.Response | Json]],
   ) -> routing.Route:
-    """Returns the route of a POST: `read` checks its body, `answer` gives JSON or a response."""
+    """Returns the route of a POST: `read` checks its body, `answer` gives JSON or a response.
+
+    The answer is cancelled when the client disconnects.
+    """
 
     async def endpoint(request: requests.Request) -> responses.Response:
       body = read(await self.read_json(request))
-      result = await answer(request, body)
+      if self.stopping:
+        raise RequestError(503, 'busy: the server stops; try again')
+      result = await _cancel_on_disconnect(request, answer(request, body))
       if isinstance(result, responses.Response):
         return result
       # JSONResponse would fail on half a character, which a text may hold.
@@ -200,8 +203,6 @@ class HttpApp:
       raise RequestError(400, f'the body is not JSON ({type(error).__name__})') from None
     if not isinstance(fields, dict):
       raise RequestError(400, 'the body must be a JSON object')
-    if len(fields) > _MAX_FIELDS:  # each unknown one would cost an error
-      raise RequestError(400, f'the body has {len(fields)} fields: send at most {_MAX_FIELDS}')
     return fields
 
   def _to_http_error(self, error: Exception, path: str) -> exceptions.HTTPException:
@@ -234,7 +235,7 @@ class HttpApp:
     return responses.Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
-async def cancel_on_disconnect(
+async def _cancel_on_disconnect(
     request: requests.Request, work: Coroutine[Any, Any, Result]
 ) -> Result:
   """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client leaves."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence
-import dataclasses
 import functools
 import logging
 import re
@@ -50,8 +49,9 @@ class Bm25Retriever:
       return []
     scores = sum(index.get_scores_from_ids(ids) for index, ids in words_of_index if ids)
     positive = np.flatnonzero(scores > 0)
-    rows = positive[protocol.best_rows(scores[positive], top_k)]
-    return [dataclasses.replace(self._passages[i], score=float(scores[i])) for i in rows]
+    best = protocol.best_rows(scores[positive], top_k)
+    rows = positive[best]
+    return protocol.scored(self._passages, rows, scores[rows])
 
 
 def _index(texts: Iterable[str]) -> Any:

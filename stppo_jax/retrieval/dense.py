@@ -46,7 +46,8 @@ class DenseRetriever:
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
     self._encoder = encoder_lib.Encoder(encoder_folder, device)
-    texts = [_PASSAGE_PREFIX + tasks.write_contents(p) for p in self._passages]
+    contents = map(tasks.write_contents, self._passages)
+    texts = [_PASSAGE_PREFIX + content for content in contents]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
       cache_folder = self._temporary.name
@@ -57,13 +58,10 @@ class DenseRetriever:
       return [[] for _ in queries]
     texts = [_QUERY_PREFIX + query for query in queries]
     vectors = self._encoder.encode(texts)
-    rows, scores = nearest(vectors, self._vectors, top_k)
+    nearest_rows, nearest_scores = nearest(vectors, self._vectors, top_k)
     results: protocol.Results = []
-    for query_rows, query_scores in zip(rows, scores.tolist()):
-      passages = []
-      for row, score in zip(query_rows, query_scores):
-        passage = dataclasses.replace(self._passages[row], score=score)
-        passages.append(passage)
+    for rows, scores in zip(nearest_rows, nearest_scores):
+      passages = protocol.scored(self._passages, rows, scores)
       results.append(passages)
     return results
 
@@ -98,11 +96,13 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
   for start in range(0, len(vectors), _BLOCK):
     block = vectors[start : start + _BLOCK]
     scores = queries @ block.T  # [Q, block]
-    block_rows = np.arange(start, start + len(block))
+    stop = start + len(block)
+    block_rows = np.arange(start, stop)
     rows = np.broadcast_to(block_rows, scores.shape)
     scores = np.concatenate([best_scores, scores], axis=1)
     rows = np.concatenate([best_rows, rows], axis=1)
-    order = np.array([protocol.best_rows(row, top_k) for row in scores])
+    best = [protocol.best_rows(row, top_k) for row in scores]
+    order = np.array(best)
     best_scores = np.take_along_axis(scores, order, axis=1)
     best_rows = np.take_along_axis(rows, order, axis=1)
   return best_rows, best_scores
@@ -135,10 +135,14 @@ class HybridRetriever:
   def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     depth = max(_DEPTH, top_k)
     rankings = [retriever.search(queries, depth) for retriever in self._retrievers]
-    return [_fuse(row, top_k) for row in zip(*rankings)]
+    results: protocol.Results = []
+    for rankings_of_query in zip(*rankings):
+      fused = _fuse(rankings_of_query, top_k)
+      results.append(fused)
+    return results
 
 
-def _fuse(rankings: protocol.Results, top_k: int) -> list[types.Passage] | None:
+def _fuse(rankings: Sequence[protocol.Ranking], top_k: int) -> protocol.Ranking:
   if all(ranking is None for ranking in rankings):
     return None
   scores: dict[str, float] = collections.defaultdict(float)
@@ -148,4 +152,9 @@ def _fuse(rankings: protocol.Results, top_k: int) -> list[types.Passage] | None:
       scores[passage.id] += 1 / (_RANK_CONSTANT + rank)
       passages.setdefault(passage.id, passage)
   best = sorted(scores, key=scores.__getitem__, reverse=True)  # stable
-  return [dataclasses.replace(passages[key], score=scores[key]) for key in best[:top_k]]
+  fused = []
+  for key in best[:top_k]:
+    passage = passages[key]
+    score = scores[key]
+    fused.append(dataclasses.replace(passage, score=score))
+  return fused

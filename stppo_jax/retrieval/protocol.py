@@ -1,6 +1,8 @@
 """The interface of a retriever, and the order of what it finds."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+import dataclasses
 from typing import Protocol
 from typing import runtime_checkable
 
@@ -8,8 +10,9 @@ import numpy as np
 
 from stppo_jax import types
 
-# One entry per query: its passages, best first. None: the retriever failed for that query.
-Results = list[list[types.Passage] | None]
+# The passages of a query, best first. None: the retriever failed for that query.
+Ranking = list[types.Passage] | None
+Results = list[Ranking]  # one per query
 
 
 @runtime_checkable
@@ -22,6 +25,17 @@ class Retriever(Protocol):
     None means that the retriever failed for that query; an empty list, that nothing was found.
     """
     ...
+
+
+def scored(
+    passages: Sequence[types.Passage], rows: Iterable[int], scores: Iterable[float]
+) -> list[types.Passage]:
+  """Returns the passages of some rows, with their scores."""
+  found = []
+  for row, score in zip(rows, scores):
+    passage = dataclasses.replace(passages[row], score=float(score))
+    found.append(passage)
+  return found
 
 
 def best_rows(scores: np.ndarray, top_k: int) -> np.ndarray:

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from concurrent import futures
-import dataclasses
 import json
 import logging
 import signal
@@ -42,20 +41,14 @@ _CHUNK = 32  # queries per search call, so that small requests run between parts
 # agents whose queries are in the same request.
 _MAX_QUERY_CHARS = 4096
 _MAX_PASSAGES = 32_768  # per request: queries times topk
+_MAX_IN_FLIGHT = 64  # complete requests; the server answers further ones with 503
 _TopK = Annotated[int, pydantic.Field(ge=1, le=100)]
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchServerLimits(http_server.ServerLimits):
-  """Limits of the retrieval server."""
-
-  max_in_flight: int = 64  # complete requests; the server answers further ones with 503
 
 
 class SearchR1Body(http_server.Body):
   """A request in the dialect of Search-R1."""
 
-  queries: Annotated[list[http_server.Text], pydantic.FailFast(), pydantic.Field(max_length=4096)]
+  queries: list[http_server.Text] = pydantic.Field(max_length=4096)
   topk: _TopK = 3
   return_scores: bool = False
 
@@ -111,11 +104,10 @@ class RetrievalApp(http_server.HttpApp):
       self,
       retriever: protocol.Retriever,
       num_passages: int,
-      limits: SearchServerLimits = SearchServerLimits(),
+      limits: http_server.ServerLimits,
       threads: int = 1,
   ):
     super().__init__(limits, [self.post('/retrieve', parse_body, self._retrieve)])
-    self._max_in_flight = limits.max_in_flight
     self.in_flight = 0
     self._num_passages = num_passages
     self._retriever = retriever
@@ -128,28 +120,24 @@ class RetrievalApp(http_server.HttpApp):
     )
     gauge.set_function(lambda: self.in_flight)
 
-  def check(self, request: requests.Request) -> None:
-    if request.method == 'POST':
-      self._check_load()
-
-  def _check_load(self) -> None:
-    if self.stopping:
-      raise http_server.RequestError(503, 'busy: stopping; try again')
-    if self.in_flight >= self._max_in_flight:
-      raise http_server.RequestError(503, f'busy: {self.in_flight} requests are running; try again')
-
   def health(self) -> http_server.Json:
     return super().health() | {'passages': self._num_passages}
 
   async def _retrieve(
       self, request: requests.Request, body: SearchR1Body | RagenBody
   ) -> responses.Response:
-    """Answers a request in threads, while the server keeps listening."""
-    self._check_load()
+    if self.in_flight >= _MAX_IN_FLIGHT:
+      raise http_server.RequestError(503, f'busy: {self.in_flight} requests are running; try again')
+    self.in_flight += 1  # only complete requests count: half of a body must not keep others out
+    # A search in a thread cannot be cancelled, so it counts until its end.
+    answer = await asyncio.shield(self._search(body))
+    return responses.Response(answer, media_type='application/json')
+
+  async def _search(self, body: SearchR1Body | RagenBody) -> bytes:
+    """Returns the body of an answer, made in threads, while the server keeps listening."""
     loop = asyncio.get_running_loop()
     queries = [query[:_MAX_QUERY_CHARS] for query in body.queries]
     results: list[list[types.Passage]] = []
-    self.in_flight += 1  # only complete requests count: half of a body must not keep others out
     try:
       for start in range(0, len(queries), _CHUNK):
         chunk = queries[start : start + _CHUNK]
@@ -157,12 +145,9 @@ class RetrievalApp(http_server.HttpApp):
         results += [passages or [] for passages in await search]
       self._queries.inc(len(queries))
       write = lambda: json.dumps(body.answer(results)).encode()
-      answer = await loop.run_in_executor(self._pool, write)
+      return await loop.run_in_executor(self._pool, write)
     finally:
       self.in_flight -= 1
-    if await request.is_disconnected():
-      raise requests.ClientDisconnect
-    return responses.Response(answer, media_type='application/json')
 
   def close(self) -> None:
     """Stops the search threads."""
@@ -206,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = f'--embeddings={flags.embeddings}' if flags.embeddings else f'--corpus={flags.corpus}'
     print(f'server: {given}: {error}: give another folder', file=sys.stderr)
     return 1
-  app = RetrievalApp(retriever, len(passages), threads=flags.threads)
+  app = RetrievalApp(retriever, len(passages), http_server.ServerLimits(), flags.threads)
   try:
     serve(app, flags.host, flags.port, flags.hosts)
   except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host

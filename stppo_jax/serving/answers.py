@@ -40,38 +40,34 @@ class Chunk:
   turn: int | None = None  # its number in the session
 
 
+@dataclasses.dataclass(eq=False)
 class TurnText:
   """Decodes a turn token by token, without its eos token and, by default, without its stop string.
 
   Bytes of an unfinished character, and text that may become a stop string, are held back.
   """
 
-  def __init__(
-      self,
-      token_bytes: Sequence[bytes],
-      eos_ids: Collection[int],
-      stops: Sequence[str] = (),
-      keeps_stop: bool = False,
-  ):
-    self._token_bytes = token_bytes
-    self._eos_ids = eos_ids
-    self._stops = stops
-    self._keeps_stop = keeps_stop
-    self._longest = max(map(len, stops), default=0)
+  token_bytes: Sequence[bytes]
+  eos_ids: Collection[int]
+  stops: Sequence[str] = ()
+  keeps_stop: bool = False
+  full: str = ''  # with the stop string
+  shown: str = ''  # the part that a client may see
+  stop: str | None = None  # the stop string that comes first
+  pieces: list[bytes] = dataclasses.field(default_factory=list)  # the text of each token
+  starts: list[int] = dataclasses.field(default_factory=list)  # place of each token in `full`
+
+  def __post_init__(self):
+    self._longest = max(map(len, self.stops), default=0)
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
-    self.full = ''  # with the stop string
-    self.shown = ''  # the part that a client may see
-    self.stop: str | None = None  # the stop string that comes first
-    self.pieces: list[bytes] = []  # the text of each token
-    self.starts: list[int] = []  # place of each token in `full`
 
   def feed(self, tokens: Sequence[int], finish: str | None) -> None:
     """Adds sampled tokens. `finish` is set with the last ones."""
     before = len(self.full)
-    known = len(self._token_bytes)
-    pieces = [self._token_bytes[token] if token < known else b'' for token in tokens]
+    known = len(self.token_bytes)
+    pieces = [self.token_bytes[token] if token < known else b'' for token in tokens]
     self.pieces += pieces
-    has_eos = finish == 'stop' and len(tokens) > 0 and tokens[-1] in self._eos_ids
+    has_eos = finish == 'stop' and len(tokens) > 0 and tokens[-1] in self.eos_ids
     for piece in pieces[: len(pieces) - has_eos]:
       self.starts.append(len(self.full))
       self.full += self._decoder.decode(piece)
@@ -84,20 +80,20 @@ class TurnText:
   def _visible(self, start: int, is_over: bool) -> str:
     """Returns the text before a stop string, or before a text that may become one."""
     places = []
-    for stop in self._stops:
+    for stop in self.stops:
       place = self.full.find(stop, start)
       if place >= 0:
         places.append((place, stop))
     if places:
       end, self.stop = min(places)
-    if self._keeps_stop:
+    if self.keeps_stop:
       return self.full
     if places:
       return self.full[:end]
     num_held = 0
     if not is_over:
       for size in range(1, min(self._longest, len(self.full) + 1)):
-        if any(stop.startswith(self.full[-size:]) for stop in self._stops):
+        if any(stop.startswith(self.full[-size:]) for stop in self.stops):
           num_held = size
     end = max(len(self.shown), len(self.full) - num_held)
     return self.full[:end]

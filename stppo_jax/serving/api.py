@@ -16,7 +16,6 @@ import uuid
 
 import pydantic
 from starlette import exceptions
-import typing_extensions
 
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
@@ -107,7 +106,7 @@ class TextPart(Part):
   text: http_server.Text
 
 
-TextParts = Annotated[list[TextPart], pydantic.FailFast(), pydantic.BeforeValidator(listed_parts)]
+TextParts = Annotated[list[TextPart], pydantic.BeforeValidator(listed_parts)]
 
 
 def join(parts: Sequence[TextPart]) -> str:
@@ -120,7 +119,7 @@ class Message(Part):
 
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
   content: TextParts = []
-  tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
+  tool_calls: list[ToolCall] = []
   tool_call_id: str | None = None
   name: str | None = None
 
@@ -151,17 +150,14 @@ class ToolSchema(Part):
 
 TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
 TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
-# An alias, because FailFast has no hash and cannot stand in a union.
-_TokenIds = typing_extensions.TypeAliasType(
-    '_TokenIds', Annotated[list[TokenId], pydantic.FailFast()]
-)
 Prompt = Annotated[
-    Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TokenIds, pydantic.Tag('list')],
+    Annotated[http_server.Text, pydantic.Tag('text')]
+    | Annotated[list[TokenId], pydantic.Tag('list')],
     pydantic.Discriminator(_kind),
     pydantic.Field(min_length=1),
 ]
 Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[Stop], pydantic.Field(max_length=MAX_STOPS), pydantic.FailFast()]
+Stops = Annotated[list[Stop], pydantic.Field(max_length=MAX_STOPS)]
 
 
 class ClientBody(http_server.Body):
@@ -192,7 +188,6 @@ class CompletionBody(ClientBody):
   PROMPT_FIELD: ClassVar[str]
   max_completion_tokens: TokenCount | None = None
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
-  best_of: int | None = None
   stop: Annotated[Stops, pydantic.BeforeValidator(_listed)] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stream_options: dict[str, bool] = {}
@@ -204,14 +199,9 @@ class CompletionBody(ClientBody):
   chat_template_kwargs: dict[str, Any] = {}
   # The values that change nothing.
   prompt_logprobs: None = None
+  best_of: Literal[1] = 1
   repetition_penalty: float = pydantic.Field(1.0, ge=1, le=1)
   add_generation_prompt: Literal[True] = True
-
-  @pydantic.model_validator(mode='after')
-  def _check_best_of(self) -> 'CompletionBody':
-    if self.best_of not in (None, self.n):
-      raise ValueError('best_of must equal n')
-    return self
 
   @property
   def most_tokens(self) -> int | None:
@@ -225,7 +215,6 @@ class TextBody(CompletionBody):
   prompt: Annotated[
       list[Prompt],
       pydantic.Field(max_length=MAX_PROMPTS),
-      pydantic.FailFast(),
       pydantic.BeforeValidator(_listed_prompts),
   ]
   logprobs: int | None = pydantic.Field(None, ge=0, le=1)  # those of the chosen tokens
@@ -235,14 +224,10 @@ class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
   PROMPT_FIELD = 'messages'
-  messages: Annotated[
-      list[Message], pydantic.Field(min_length=1, max_length=MAX_MESSAGES), pydantic.FailFast()
-  ]
-  tools: Annotated[
-      list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]],
-      pydantic.Field(max_length=MAX_TOOLS),
-      pydantic.FailFast(),
-  ] = []
+  messages: list[Message] = pydantic.Field(min_length=1, max_length=MAX_MESSAGES)
+  tools: list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
+      [], max_length=MAX_TOOLS
+  )
   tool_choice: Literal['auto', 'none'] = 'auto'
   parallel_tool_calls: bool = False  # False: an answer ends with its first call
   logprobs: bool = False  # those of the chosen tokens

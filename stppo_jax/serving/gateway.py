@@ -80,18 +80,16 @@ def running(
   except ImportError as error:
     raise UserError(f'the gateway needs {error.name}: pip install ".[serve]"') from error
   settings = config.serve
-  with contextlib.ExitStack() as resources:
-    resources.enter_context(scheduler)
-    service = service_lib.Service(
-        scheduler,
-        tokenizer,
-        name,
-        settings.tool_form,
-        config.model.chat_template_kwargs,
-        plain_logp=settings.logprobs_mode == 'raw_logprobs',
-    )
-    resources.callback(service.close)
-    limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
+  service = service_lib.Service(
+      scheduler,
+      tokenizer,
+      name,
+      settings.tool_form,
+      config.model.chat_template_kwargs,
+      plain_logp=settings.logprobs_mode == 'raw_logprobs',
+  )
+  limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
+  with scheduler, contextlib.closing(service):
     app = server_lib.GatewayApp(service, limits, os.environ.get('STPPO_API_KEY', ''))
     try:
       server = http_server.Server(app, settings.host, port, settings.hosts)
@@ -101,7 +99,8 @@ def running(
           f'--port={port} at config.serve.host={settings.host!r} cannot be used ({reason}): give '
           'another one'
       ) from error
-    yield resources.enter_context(server)
+    with server:
+      yield server
 
 
 def serve(

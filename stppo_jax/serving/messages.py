@@ -43,7 +43,8 @@ class ToolUse(api.Part):
 
   def to_chat(self) -> dict[str, Any]:
     """Returns the call of a chat."""
-    return {'id': self.id, 'function': {'name': self.name, 'arguments': self.input}}
+    function = {'name': self.name, 'arguments': self.input}
+    return {'id': self.id, 'function': function}
 
 
 class ToolResult(api.Part):
@@ -81,7 +82,7 @@ class BlockMessage(api.Part):
   """A message, whose content is a text or a list of blocks."""
 
   role: Literal['user', 'assistant']
-  content: Annotated[list[_Block], pydantic.FailFast(), pydantic.BeforeValidator(api.listed_parts)]
+  content: Annotated[list[_Block], pydantic.BeforeValidator(api.listed_parts)]
 
   def to_chat(self) -> Iterator[dict[str, Any]]:
     """Yields the messages of a chat: one for each tool result, and one for the rest."""
@@ -117,7 +118,7 @@ class ToolChoice(api.Part):
 class MessagesBody(api.ClientBody):
   """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing."""
 
-  messages: Annotated[list[BlockMessage], pydantic.Field(min_length=1), pydantic.FailFast()]
+  messages: list[BlockMessage] = pydantic.Field(min_length=1)
   system: api.TextParts = []
   stop_sequences: api.Stops = []
   tools: list[BlockTool] = []
@@ -169,7 +170,8 @@ class MessagesWriter:
     content: list[Any] = list(map(_tool_use, chunk.calls))
     if chunk.text:
       content.insert(0, {'type': 'text', 'text': chunk.text})
-    return self._head | {'content': content, 'usage': self._usage()} | _end(chunk)
+    fields = {'content': content, 'usage': self._usage()}
+    return self._head | fields | _end(chunk)
 
   async def events(self) -> AsyncGenerator[str, None]:
     """Yields the answer's server-sent events."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
-import functools
 import math
 import threading
 import time
@@ -114,8 +113,10 @@ class ProgramAgent(agent_lib.Agent):
     stopping = threading.Event()
 
     with futures.ThreadPoolExecutor(self.config.serve.rows) as pool:
-      run_program = functools.partial(pool.submit, self._run_program, server, sampling, stopping)
-      runs = [run_program(task, key) for task, key in zip(tasks, keys)]
+      runs = []
+      for task, key in zip(tasks, keys):
+        run = pool.submit(self._run_program, server, sampling, stopping, task, key)
+        runs.append(run)
       try:
         while futures.wait(runs, _POLL_S).not_done:
           if give_up is not None:

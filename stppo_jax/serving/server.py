@@ -4,7 +4,7 @@
   POST /v1/messages           POST /v1/messages/count_tokens (Anthropic's, see messages.py)
   GET /health                 {"status": "ok"}; 503 while it stops
   GET /metrics                Prometheus format
-  /s/SESSION/v1/..            the same within a session; or the header X-Session-Id
+  /s/SESSION/v1/..            the same within a session
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the episode
 
 With `serve.weights_folder` a trainer controls the server as it controls vLLM:
@@ -55,7 +55,7 @@ class RewardBody(http_server.Body):
 
   reward: float
   turn: int | None = None
-  metrics: dict[_MetricName, float] | None = pydantic.Field(None, max_length=64)
+  metrics: Annotated[dict[_MetricName, float], pydantic.Field(max_length=64)] | None = None
 
 
 class ReloadArguments(http_server.Body):
@@ -136,13 +136,16 @@ class GatewayApp(http_server.HttpApp):
     if session:  # the id of a session is a key, as long as the session is open
       self.service.session(session[1])
     elif self._api_key and path != '/health':
-      key = request.headers.get('x-api-key') or request.headers.get('authorization', '')
+      headers = request.headers
+      key = headers.get('x-api-key') or headers.get('authorization', '')
       key = key.removeprefix('Bearer ').strip()
       if not hmac.compare_digest(key.encode(), self._api_key.encode()):
         raise http_server.RequestError(401, 'a wrong API key, or none', 'invalid_api_key')
 
   def health(self) -> Json:
-    return super().health() if self.service.scheduler.is_alive else {'status': 'failed'}
+    if not self.service.scheduler.is_alive:
+      return {'status': 'failed'}
+    return super().health()
 
   def error_body(self, error: exceptions.HTTPException, path: str) -> Json:
     return messages.error_body(error) if '/v1/messages' in path else api.error_body(error)
@@ -154,21 +157,22 @@ class GatewayApp(http_server.HttpApp):
       body: Any,  # a service.Body
   ) -> responses.Response | Json:
     """Answers a request in the form of a writer."""
-    if self.stopping:
-      raise http_server.RequestError(503, 'the server stops')
-    begin = self.service.begin(body, _session_name(request))
-    answer = await http_server.cancel_on_disconnect(request, begin)
+    answer = await self.service.begin(body, self._session(request))
     writer = writer_class(self.service.name, body, answer)
     if body.stream:
       return _EventStream(answer, writer.events())
     try:
-      return await http_server.cancel_on_disconnect(request, writer.whole())
+      return await writer.whole()
     finally:
       answer.close()
 
   async def _count_tokens(self, request: requests.Request, body: api.ChatBody) -> Json:
-    count = self.service.count_tokens(body, _session_name(request))
-    return {'input_tokens': await http_server.cancel_on_disconnect(request, count)}
+    num_tokens = await self.service.count_tokens(body, self._session(request))
+    return {'input_tokens': num_tokens}
+
+  def _session(self, request: requests.Request) -> sessions.Session | None:
+    name = request.path_params.get('session')
+    return self.service.session(name) if name else None
 
   async def _models(self, request: requests.Request) -> responses.Response:
     model = {
@@ -191,7 +195,7 @@ class GatewayApp(http_server.HttpApp):
       raise http_server.RequestError(400, f'mode={mode!r}: use keep or wait', param='mode')
     await self._control('pause', mode == 'wait')
     if mode == 'wait':
-      await http_server.cancel_on_disconnect(request, self._wait_for_running())
+      await self._wait_for_running()
     return {'status': 'paused'}
 
   async def _wait_for_running(self) -> None:
@@ -215,8 +219,9 @@ class GatewayApp(http_server.HttpApp):
     return {'results': [None]}
 
   async def _control(self, name: str, *arguments: Any) -> None:
-    """Waits until the scheduler has done something, even if the server stops meanwhile."""
-    await asyncio.shield(asyncio.wrap_future(self.service.scheduler.control(name, *arguments)))
+    """Waits until the scheduler has done something. It does it even if the client leaves."""
+    done = self.service.scheduler.control(name, *arguments)
+    await asyncio.shield(asyncio.wrap_future(done))
 
   async def _name_weights(self, request: requests.Request, body: WeightVersionBody) -> Json:
     self._weight_version = body.new_version
@@ -230,7 +235,8 @@ class _EventStream(responses.StreamingResponse):
   """A stream that cancels its answer when the client leaves."""
 
   def __init__(self, answer: answers.Answer, events: AsyncGenerator[str, None]):
-    super().__init__(events, headers={'Cache-Control': 'no-cache'}, media_type='text/event-stream')
+    headers = {'Cache-Control': 'no-cache'}
+    super().__init__(events, headers=headers, media_type='text/event-stream')
     self._answer = answer
 
   async def __call__(self, scope, receive, send) -> None:
@@ -242,7 +248,3 @@ class _EventStream(responses.StreamingResponse):
 
 def _read_nothing(fields: Json) -> None:
   """Reads the body of a route without arguments."""
-
-
-def _session_name(request: requests.Request) -> str:
-  return request.path_params.get('session') or request.headers.get('x-session-id', '')

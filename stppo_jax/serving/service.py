@@ -83,18 +83,17 @@ class Service:
       raise sessions.Closed('there is no such session, or it has ended')
     return session
 
-  async def count_tokens(self, body: api.ChatBody, session_name: str = '') -> int:
+  async def count_tokens(self, body: api.ChatBody, session: sessions.Session | None) -> int:
     """Returns the number of tokens of a conversation. Raises errors as `begin` does."""
-    self._check(body, self.session(session_name) if session_name else None)
+    self._check(body, session)
     plan, *_ = await self._encode_in_thread(body, None)
     return len(plan.ids)
 
-  async def begin(self, body: Body, session_name: str = '') -> answers.Answer:
+  async def begin(self, body: Body, session: sessions.Session | None) -> answers.Answer:
     """Queues a request. Raises RequestError, Closed and Busy.
 
     In a session any model name is accepted.
     """
-    session = self.session(session_name) if session_name else None
     self._check(body, session)
     plans = await self._encode_in_thread(body, session)
     answer = self._make_answer(body, session, plans)

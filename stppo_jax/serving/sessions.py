@@ -302,11 +302,13 @@ class Session:
           turns[-1].reward += self._final_reward
         counts = episode_lib.count_turns(turns, self._template.tokenizer, self.sampling.max_turn)
         counts |= self.counts
-        counts['empty'] = float(sum(len(turn.tokens) <= 1 for turn in turns))
-        counts['cut'] = float(segment.num_cut)
-        counts['prompt_too_long'] = 0.0
-        counts['segments'] = float(len(segments))
-        counts['program_failed'] = float(failed or not turns)
+        counts |= {
+            'empty': float(sum(len(turn.tokens) <= 1 for turn in turns)),
+            'cut': float(segment.num_cut),
+            'prompt_too_long': 0.0,
+            'segments': float(len(segments)),
+            'program_failed': float(failed or not turns),
+        }
         rows.append(
             types.Episode(
                 task=task,

@@ -23,6 +23,7 @@ _PROBE = 'The-agent-writes-this'
 _OPEN = '\ufdd0'
 _CLOSE = '\ufdd1'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
+_ANY_MARK = re.compile(f'[{_OPEN}{_CLOSE}]')
 _MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 
 
@@ -49,7 +50,8 @@ class Template:
     self._max_tokens = max_tokens
     self._max_chars = max_chars
     library = tokenizer.control_library
-    added = [token for token in library.get_added_tokens_decoder().values() if token.content]
+    decoder = library.get_added_tokens_decoder()
+    added = [token for token in decoder.values() if token.content]
     special = [token.content for token in added if token.special]
     self._controls = [token.content for token in added]
     self._any_control = _pattern(self._controls)
@@ -63,7 +65,8 @@ class Template:
     if self.tokenizer.render is not None:
       return self._encode_rendered(self._render(messages, tools))
     inline = [self._with_calls(message, tools) for message in messages]
-    self._check_length(sum(len(message['content']) for message in inline))
+    lengths = [len(message['content']) for message in inline]
+    self._check_length(sum(lengths))
     ids: list[int] = []
     runs = itertools.groupby(inline, lambda message: message['role'] == 'assistant')
     for number, (is_turn, run) in enumerate(runs):
@@ -85,21 +88,24 @@ class Template:
     return list(prompt)
 
   def encode_after(
-      self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] = ()
+      self, turn: list[int], messages: Sequence[Message], tools: Sequence[Any] = ()
   ) -> list[int]:
     """Returns the ids that follow a sampled `turn` when these messages come after it.
 
     The template's end of a turn is left out if the turn has it. ValueError as in `encode`.
     """
     if self.tokenizer.render is None:
-      return self._encode_inline(''.join(message['content'] for message in messages))
-    probe = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _PROBE}]
-    text = self._render([*probe, *messages], tools)
+      texts = [message['content'] for message in messages]
+      return self._encode_inline(''.join(texts))
+    question = {'role': 'user', 'content': 'Q'}
+    probe = {'role': 'assistant', 'content': _PROBE}
+    text = self._render([question, probe, *messages], tools)
     before, separator, after = text.rpartition(_PROBE)
     if not separator or _PROBE in before:
       raise ValueError('the chat template does not show an assistant turn as it is')
     ids = self._encode_rendered(after)
-    if turn and ids and turn[-1] == ids[0] and ids[0] in self.tokenizer.eos_ids:
+    end = ids[:1]
+    if end and end == turn[-1:] and end[0] in self.tokenizer.eos_ids:
       return ids[1:]
     return ids
 
@@ -167,11 +173,13 @@ class Template:
     """Marks the texts of tokens in all strings of a JSON value."""
     if isinstance(value, str):
       mark = lambda match: f'{_OPEN}{self._controls.index(match[0])}{_CLOSE}'
-      return pattern.sub(mark, re.sub(f'[{_OPEN}{_CLOSE}]', '?', value))
+      text = _ANY_MARK.sub('?', value)
+      return pattern.sub(mark, text)
     if isinstance(value, Mapping):
       marked = {}
       for key, item in value.items():
-        marked[self._mark(key, pattern)] = self._mark(item, pattern)
+        marked_key = self._mark(key, pattern)
+        marked[marked_key] = self._mark(item, pattern)
       return marked
     if isinstance(value, (list, tuple)):
       return [self._mark(item, pattern) for item in value]
@@ -181,7 +189,8 @@ class Template:
     """Encodes unmarked added tokens as such, and each text between two of them as one."""
     self._check_length(len(text))
     library = self.tokenizer.control_library
-    encoding = library.encode(tokenizer_lib.valid(text), add_special_tokens=False)
+    valid = tokenizer_lib.valid(text)
+    encoding = library.encode(valid, add_special_tokens=False)
     ids: list[int] = []
     end = 0
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):
@@ -195,7 +204,8 @@ class Template:
     if not text:
       return []
     unmark = lambda match: self._controls[int(match[1])]
-    return self.tokenizer.encode_plain(_MARKED.sub(unmark, text))
+    unmarked = _MARKED.sub(unmark, text)
+    return self.tokenizer.encode_plain(unmarked)
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
