@@ -174,12 +174,6 @@ class EpisodeScoreTest(absltest.TestCase):
     restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
     self.assertEqual(self.advantages(restored), self.advantages(self.rows))
 
-  def test_scores_without_whole_are_means_of_rows(self):
-    rows = [dataclasses.replace(row, whole_score=None) for row in self.rows]
-    third = (3.5 + 1.5) / 3  # the second episode's rows have 1.5 each
-    expected = [3.5 - third] + [1.5 - third] * 3 + [-third]
-    np.testing.assert_allclose(self.advantages(rows), expected, rtol=1e-6)
-
   def test_logged_score_equals_evaluation(self):
     scores = episodes_lib.summarize(self.rows)
     self.assertAlmostEqual(scores['critic/score/mean'], (3.5 + 3.5 + 0.0) / 3)

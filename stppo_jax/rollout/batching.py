@@ -36,20 +36,24 @@ def to_turn_batch(
   if not 0 < rows >= len(episodes):
     raise types.UserError(f'{len(episodes)} episodes do not fit in a batch of {rows} rows')
   unrolled = [episode.unroll() for episode in episodes]
-  longest = max((len(tokens) for tokens, _, _ in unrolled), default=0)
-  length = min((b for b in length_buckets if b >= longest), default=None)
-  if length is None:
+  lengths = [len(tokens) for tokens, _, _ in unrolled]
+  longest = max(lengths, default=0)
+  fitting = [bucket for bucket in length_buckets if bucket >= longest]
+  if not fitting:
     raise types.UserError(
         f'an episode of {longest} tokens fits in none of the length buckets '
         f'{tuple(length_buckets)}: add one, or lower max_total_tokens'
     )
-  first_unused = max((episode.group for episode in episodes), default=-1) + 1
+  length = min(fitting)
+  shapes = batch_shapes(rows, length)
   zeros = lambda shape: np.zeros(shape.shape, shape.dtype)
-  batch: Any = jax.tree.map(zeros, batch_shapes(rows, length))
+  batch: Any = jax.tree.map(zeros, shapes)
   batch.tokens[:] = pad_id
+  groups = [episode.group for episode in episodes]
+  first_unused = max(groups, default=-1) + 1
   batch.group_ids[:] = np.arange(first_unused, first_unused + rows)
-  for b, (episode, unrolled_row) in enumerate(zip(episodes, unrolled)):
-    row_tokens, row_turn_ids, row_logp = unrolled_row
+  for b, episode in enumerate(episodes):
+    row_tokens, row_turn_ids, row_logp = unrolled[b]
     place = b, slice(len(row_tokens))
     batch.tokens[place] = row_tokens
     if not trained_length(episode):
@@ -66,16 +70,17 @@ def to_turn_batch(
       end += len(turn.observation)
   batch.action_mask[:] = batch.turn_ids > 0
   routes = _routes(episodes, (rows, length))
-  batch = batch.replace(routes=routes, roles=_role_masks(episodes, rows))
-  if marks_demonstrations or any(episode.demonstrated for episode in episodes):
+  roles = _role_masks(episodes, rows)
+  batch = batch.replace(routes=routes, roles=roles)
+  are_demonstrated = [episode.demonstrated for episode in episodes]
+  if marks_demonstrations or any(are_demonstrated):
     demonstrated = np.zeros(rows, np.float32)
-    demonstrated[: len(episodes)] = [episode.demonstrated for episode in episodes]
+    demonstrated[: len(episodes)] = are_demonstrated
     batch = batch.replace(demonstrated=demonstrated)
   if all(episode.is_segment for episode in episodes):
-    episode_ids = np.arange(-1, -rows - 1, -1, dtype=np.int32)
-    for b, episode in enumerate(episodes):
-      assert episode.number is not None  # a segment has one
-      episode_ids[b] = episode.number
+    numbers: Any = [episode.number for episode in episodes]
+    episode_ids = -1 - np.arange(rows, dtype=np.int32)
+    episode_ids[: len(episodes)] = numbers
     offsets = _score_offsets(episodes, rows)
     batch = batch.replace(episode_ids=episode_ids, score_offsets=offsets)
   return hosts.put(batch, sharding)
@@ -85,8 +90,9 @@ def _role_masks(episodes, rows):
   """Returns {role: [B] 1 for its rows}; None if all rows have the same role."""
   masks: dict[str, np.ndarray] = {}
   for b, episode in enumerate(episodes):
-    mask = masks.setdefault(episode.role, np.zeros(rows, np.float32))
-    mask[b] = 1
+    if episode.role not in masks:
+      masks[episode.role] = np.zeros(rows, np.float32)
+    masks[episode.role][b] = 1
   return masks if len(masks) > 1 else None
 
 
@@ -95,12 +101,10 @@ def _score_offsets(episodes, rows):
   offsets = np.zeros(rows, np.float32)
   for numbers in rows_by_episode(episodes):
     trained = [b for b in numbers if trained_length(episodes[b])]
-    of_rows = sum(episodes[b].score for b in trained)
+    rewards = sum(episodes[b].score for b in trained)
     for b in trained:
-      whole_score = episodes[b].whole_score
-      if whole_score is None:  # saved by version 0.7: the mean, as it was then
-        whole_score = of_rows / len(trained)
-      offsets[b] = whole_score - of_rows
+      whole_score: Any = episodes[b].whole_score  # each segment has one
+      offsets[b] = whole_score - rewards
   return offsets
 
 
@@ -120,7 +124,8 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
     label = episode.number, episode.role
     by_episode[episode.number, repeats[label]].append(b)
     repeats[label] += not episode.is_segment
-  return [np.array(rows, np.int32) for rows in by_episode.values()]
+  numbers = by_episode.values()
+  return [np.array(rows, np.int32) for rows in numbers]
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
@@ -147,15 +152,18 @@ def trained_length(episode: types.Episode) -> int:
 
 def _routes(episodes, shape):
   """Returns the sampler's experts of each token [B,T,L,A]; None if any turn is without them."""
-  turns = [turn for episode in episodes for turn in episode.turns]
-  if not turns or any(turn.routes is None for turn in turns):
-    return None
-  some = turns[0].routes
-  routes = np.zeros((*shape, *some.shape[1:]), some.dtype)
-  for row, episode in zip(routes, episodes):
-    if episode.turns:
-      read = np.concatenate([turn.routes for turn in episode.turns])
-      row[: len(read)] = read  # ends with the last turn, because the sampler reads nothing after it
+  routes = None
+  for b, episode in enumerate(episodes):
+    end = 0  # at last that of the last turn, because the sampler reads nothing after it
+    for turn in episode.turns:
+      if turn.routes is None:
+        return None
+      if routes is None:
+        experts = turn.routes.shape[1:]
+        routes = np.zeros(shape + experts, turn.routes.dtype)
+      start = end
+      end += len(turn.routes)
+      routes[b, start:end] = turn.routes
   return routes
 
 
@@ -171,7 +179,8 @@ def batch_shapes(
   whole = shape((rows, length), np.int32)
   routes = None
   if routed_model is not None:
-    routes = jax.eval_shape(functools.partial(moe.no_routes, routed_model, rows, length))
+    no_routes = functools.partial(moe.no_routes, routed_model, rows, length)
+    routes = jax.eval_shape(no_routes)
   return types.TurnBatch(
       tokens=whole,
       action_mask=real,

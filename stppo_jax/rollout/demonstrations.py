@@ -192,8 +192,9 @@ class Demonstrator:
     make_player: Any = self.source(task)
     players: dict[int, ScriptedPlayer] = {}
     observation, info = stepping.reset(env, seed)
-    role, prompt = state.observe(observation, info)
+    prompt = state.observe(observation, info)
     while prompt.budget > 0:
+      role = state.active_role
       if role not in players:
         players[role] = _call(make_player, random.Random(rng.random()))
       text = _call(players[role].act, protocol.full_text(observation, info))
@@ -204,7 +205,7 @@ class Demonstrator:
       action = episode_lib.action_text(self.tokenizer, tokens)
       (outcome,) = stepping.step_all([env], [action])
       turn = types.Turn(tokens, np.full(len(tokens), np.nan, np.float32))
-      role, prompt = state.record(role, turn, outcome)
+      prompt = state.record(turn, outcome)
       observation, _, _, _, info = outcome
     for row in state.episodes:
       row.demonstrated = True

@@ -34,6 +34,7 @@ import chex
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
@@ -105,28 +106,40 @@ def run(
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Sequence(slots_lib.ActiveSequence):
-  """A sequence with its turn so far."""
+  """A sequence with the parts of its turn so far."""
 
   index: int
-  calls: list[Any] = dataclasses.field(default_factory=list)  # see `sampler.join_turn`
+  sampled: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (tokens, log-probs)
+  # (experts, row, tokens) of the calls that read or sampled it, where experts are recorded.
+  routes: list[tuple[Any, int, int]] = dataclasses.field(default_factory=list)
 
   def end_prefill(self, result: sampler_lib.PrefillResult, row: int) -> None:
-    if len(self.ids):
-      self.calls.append((result, row))
+    for routes, counts in result.chunks:
+      self.routes.append((routes, row, counts[row]))
     super().end_prefill(result, row)
 
   def add(self, sampled: Any) -> None:
     """Adds the tokens of its row of a `DecodeResult` on the host."""
-    self.calls.append((sampled, self.slot))
-    count = int(sampled.counts[self.slot])
+    row = self.slot
+    count = int(sampled.counts[row])
+    tokens = sampled.tokens[row, :count]
+    logp = sampled.logp[row, :count]
+    self.sampled.append((tokens, logp))
+    if sampled.routes is not None:
+      self.routes.append((sampled.routes, row, count))
     self.length += count
     self.budget -= count
-    self.stop_state = int(sampled.stop_state[self.slot])
+    self.stop_state = int(sampled.stop_state[row])
 
   def end_turn(self) -> TurnCompletion:
     """Returns the turn, and waits for the environment."""
-    turn = sampler_lib.join_turn(self.calls)
-    self.calls = []
+    tokens, logp = zip(*self.sampled)
+    turn = types.Turn(np.concatenate(tokens), np.concatenate(logp))
+    if self.routes:
+      parts = [np.asarray(routes)[row, :count] for routes, row, count in self.routes]
+      turn.routes = np.concatenate(parts)
+    self.sampled = []
+    self.routes = []
     self.phase = 'waiting'
     self.stop_state = 0
     return TurnCompletion(self.index, turn)
@@ -152,6 +165,11 @@ class _Queue:
 class _Group(slots_lib.SlotGroup):
   """Slots that take their sequences from a queue."""
 
+  # The call in progress, if there is one.
+  sampled: sampler_lib.DecodeResult
+  prefilled: futures.Future  # done once all prefill before it is
+  done: futures.Future  # once all is sampled
+
   def __init__(self, sampler, queue, thread):
     super().__init__(sampler, queue.params)
     self.queue = queue
@@ -163,16 +181,6 @@ class _Group(slots_lib.SlotGroup):
     num_ready = len(self.rows_in('ready'))
     num_decoding = len(self.rows_in('decoding'))
     return num_new + num_ready + num_decoding
-
-
-@dataclasses.dataclass
-class _Call:
-  """A group that the device is decoding."""
-
-  group: _Group
-  sampled: sampler_lib.DecodeResult
-  prefilled: futures.Future  # done once all prefill before it is
-  done: futures.Future  # once all is sampled
 
 
 class _Engine:
@@ -198,14 +206,11 @@ class _Engine:
     self._groups: list[_Group] = []
     self._max_groups = sampler.num_groups // len(params)  # per queue
     self._active: dict[int, _Sequence] = {}  # sequences with a slot, by their number
-    self._calls: list[_Call] = []  # in progress on the device, or in its queue
+    self._running: list[_Group] = []  # their calls are in progress, the oldest first
     self._clock = time.perf_counter()
 
-    self._unstarted: collections.deque[_Sequence] = collections.deque()
-    for i, prompt in enumerate(prompts):
-      if prompt.budget > 0:
-        sequence = self._make_sequence(i, prompt)
-        self._unstarted.append(sequence)
+    first_turns = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.budget > 0]
+    self._unstarted = collections.deque(first_turns)
     num_starts = len(self._unstarted)
     self._rows_per_env = 1
     if keys.ndim == 2:
@@ -223,40 +228,37 @@ class _Engine:
   def run(self) -> None:
     """Runs until no sequence is left."""
     while self._num_waiting() or self._active:
-      while len(self._calls) < CALLS:
+      while len(self._running) < CALLS:
         group = self._next_group()
         if group is None:
           break
-        self._calls.append(self._launch(group))
+        self._launch(group)
+        self._running.append(group)
       self._wait()
-      for call in self._awaited():
-        if call.done.done():
-          self._calls.remove(call)
-          self._pool.step(self._finish(call))
+      for group in self._awaited():
+        if group.done.done():
+          self._running.remove(group)
+          self._pool.step(self._finish(group))
       self._take_prompts()
     self.report.prefill_tokens = sum(group.prefill_tokens for group in self._groups)
 
-  def _make_sequence(self, index, prompt):
-    key = self._keys[index]
-    return _Sequence(index=index, ids=prompt.ids, budget=prompt.budget, key=key)
-
   def _awaited(self):
-    """Returns the calls that may be finished next: with threads any, else the oldest."""
+    """Returns the groups whose calls may be finished next: with threads any, else the oldest."""
     if self._is_threaded:
-      return list(self._calls)
-    return self._calls[:1]
+      return list(self._running)
+    return self._running[:1]
 
   def _wait(self):
     """Waits until a call is prefilled or done, or a response came that could start one."""
     prefilling = []
     decoding = []
-    for call in self._awaited():
-      if call.prefilled.done():
-        decoding.append(call.done)
+    for group in self._awaited():
+      if group.prefilled.done():
+        decoding.append(group.done)
       else:
-        prefilling.append(call.prefilled)
+        prefilling.append(group.prefilled)
     events = prefilling + decoding
-    if len(self._calls) < CALLS:
+    if len(self._running) < CALLS:
       events += self._pool.in_progress
     if events:
       futures.wait(events, return_when=futures.FIRST_COMPLETED)
@@ -275,13 +277,16 @@ class _Engine:
 
   def _start(self, count):
     """Queues the next `count` sequences that have not started."""
-    while count and self._unstarted:
-      self._enqueue(self._unstarted.popleft())
-      count -= 1
+    for _ in range(min(count, len(self._unstarted))):
+      index, prompt = self._unstarted.popleft()
+      self._enqueue(index, prompt)
 
-  def _enqueue(self, sequence):
+  def _enqueue(self, index, prompt):
+    """Queues a sequence for its first turn."""
+    key = self._keys[index]
+    sequence = _Sequence(index=index, ids=prompt.ids, budget=prompt.budget, key=key)
     # Sequences are numbered by environment, then by role. With a policy per role, this is the role.
-    number = sequence.index % len(self._queues)
+    number = index % len(self._queues)
     self._queues[number].waiting.append(sequence)
 
   def _num_waiting(self):
@@ -290,9 +295,9 @@ class _Engine:
   def _next_group(self):
     """Returns the group, of those not in a call, in which most rows can be decoded."""
     width = self._sampler.width
-    if self._calls and not self._num_waiting() and len(self._active) <= width:
+    if self._running and not self._num_waiting() and len(self._active) <= width:
       return None  # the last rows are to share a group, and those in a call cannot move
-    idle = [group for group in self._groups if self._is_idle(group)]
+    idle = [group for group in self._groups if group not in self._running]
     for queue in self._queues:
       num_groups = sum(group.queue is queue for group in self._groups)
       counts = [group.num_decodable() for group in idle if group.queue is queue]
@@ -304,10 +309,6 @@ class _Engine:
     if group is None or not group.num_decodable():
       return None
     return group
-
-  def _is_idle(self, group):
-    """Returns whether the group is in no call."""
-    return all(group is not call.group for call in self._calls)
 
   def _add_group(self, queue):
     thread = futures.ThreadPoolExecutor(1, 'group')
@@ -334,13 +335,12 @@ class _Engine:
     enough = sampling.round_up(num_decoding, 4) // 4
     if self._is_one_cpu:
       call = group.thread.submit(group.decode, enough)
-      sampled = call.result()
+      group.sampled = call.result()
     else:
-      sampled = group.decode(enough)
+      group.sampled = group.decode(enough)
     self._lap('decode')
-    prefilled = group.thread.submit(jax.block_until_ready, group.last_prefill)
-    done = group.thread.submit(jax.block_until_ready, sampled)
-    return _Call(group, sampled, prefilled, done)
+    group.prefilled = group.thread.submit(jax.block_until_ready, group.last_prefill)
+    group.done = group.thread.submit(jax.block_until_ready, group.sampled)
 
   def _should_prefill(self, group):
     """Returns whether to prefill in place. This computes all rows: a few wait while many decode."""
@@ -359,14 +359,17 @@ class _Engine:
         prompt = tuple(sequence.ids)
         by_prompt.setdefault(prompt, []).append(sequence)
     queue = group.queue
+    next_prompt: tuple[int, ...] = ()
+    if queue.waiting:
+      next_prompt = tuple(queue.waiting[0].ids)
     shared = queue.shared
     if shared is not None:
       copies = by_prompt.pop(shared.ids, [])
-      group.put(shared.prefilled, copies, [shared.source] * len(copies))
+      sources = [shared.source] * len(copies)
+      group.put(shared.prefilled, copies, sources)
       self.report.shared_tokens += len(shared.ids) * len(copies)
-    next_prompt = tuple(queue.waiting[0].ids) if queue.waiting else ()
-    if shared is not None and shared.ids != next_prompt:
-      queue.shared = None
+      if shared.ids != next_prompt:
+        queue.shared = None
     prompts = sorted(by_prompt, key=len)  # similar lengths are cut into similar chunks
     for batch in sampling.batched(prompts, self._sampler.prefill_rows):
       firsts = [by_prompt[prompt][0] for prompt in batch]
@@ -409,7 +412,7 @@ class _Engine:
     if group.queue.waiting:
       return
     for other in self._groups:
-      is_alike = other.queue is group.queue and self._is_idle(other)
+      is_alike = other.queue is group.queue and other not in self._running
       if is_alike and self._emptiness(other) > self._emptiness(group):
         yield other
 
@@ -417,12 +420,12 @@ class _Engine:
     """Orders groups by their free slots. Of equally empty groups the later one is emptier."""
     return len(group.free()), self._groups.index(group)
 
-  def _finish(self, call):
+  def _finish(self, group):
     """Returns the turns that ended with a call that is done."""
-    call.done.result()
-    sampled: Any = hosts.fetch(call.sampled)
+    group.done.result()
+    sampled: Any = hosts.fetch(group.sampled)
     completions = []
-    for sequence in call.group.rows_in('decoding'):
+    for sequence in group.rows_in('decoding'):
       sequence.add(sampled)
       if not sampled.alive[sequence.slot]:
         completions.append(sequence.end_turn())
@@ -438,7 +441,7 @@ class _Engine:
       if prompt.budget <= 0:
         self._end_environment(index)
       elif sequence is None:
-        self._enqueue(self._make_sequence(index, prompt))
+        self._enqueue(index, prompt)
       else:
         sequence.ids = prompt.ids
         sequence.budget = prompt.budget

@@ -36,7 +36,6 @@ _OVER = engine.Prompt(ids=(), budget=0)
 # Random streams that are folded into a sequence's key. Its tokens fold in their positions.
 _SEED_STREAM = np.uint32(2**32 - 1)
 _ROLE_STREAM = np.uint32(2**31)  # plus the number of a role, for all roles but the first
-_COUNTS = ('invalid', 'repeated', 'empty', 'cut', 'prompt_too_long')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +96,13 @@ def play(
   prompts: list[engine.Prompt] = []  # one per environment and role
   seeds = reset_seeds(rows.keys, rows.tasks)
   resets = rules.map_resets(stepping.reset, rows.envs, seeds)
-  for i, (task, group, reset) in enumerate(zip(rows.tasks, rows.groups, resets, strict=True)):
-    state = EpisodeState(task, framing, rules, group, i)
-    active_role, prompt = state.observe(*reset)
+  for task, group, reset in zip(rows.tasks, rows.groups, resets, strict=True):
+    state = EpisodeState(task, framing, rules, group, len(states))
+    prompt = state.observe(*reset)
     states.append(state)
     episodes += state.episodes
     prompts += [_OVER] * num_roles
-    prompts[i * num_roles + active_role] = prompt
+    prompts[state.sequence] = prompt
   hosts.require_same(
       'prompts of the environments',
       [zlib.crc32(episode.prompt.tobytes()) for episode in episodes],
@@ -113,15 +112,17 @@ def play(
 
   def respond(completions: list[engine.TurnCompletion]) -> list[engine.Prompt]:
     texts = [action_text(tokenizer, completion.turn.tokens) for completion in completions]
-    envs = [rows.envs[completion.index // num_roles] for completion in completions]
+    numbers = [completion.index // num_roles for completion in completions]
+    envs = [rows.envs[i] for i in numbers]
+    outcomes = rules.step_envs(envs, texts)
     prompts = []
-    for completion, outcome in zip(completions, rules.step_envs(envs, texts)):
-      i, role = divmod(completion.index, num_roles)
-      active_role, prompt = states[i].record(role, completion.turn, outcome)
-      prompts.append(dataclasses.replace(prompt, sequence=i * num_roles + active_role))
+    for i, completion, outcome in zip(numbers, completions, outcomes):
+      prompts.append(states[i].record(completion.turn, outcome))
     return prompts
 
-  keys = rows.keys if num_roles == 1 else role_keys(rows.keys, num_roles)
+  keys = rows.keys
+  if num_roles > 1:
+    keys = role_keys(keys, num_roles)
   report = run(sampler, params, prompts, keys, respond, rules.threads)
   report.seconds['env'] += reset_s
   return episodes, report
@@ -130,23 +131,25 @@ def play(
 def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
   """Returns a key per row that depends on `key`, its task's id and how often that came before."""
   num_samples: collections.Counter[str] = collections.Counter()
-  samples = np.zeros((len(tasks),), np.uint32)
+  folded = np.zeros((2, len(tasks)), np.uint32)
   for i, task in enumerate(tasks):
-    samples[i] = num_samples[task.id]
+    task_hash = zlib.crc32(task.id.encode('utf-8'))
+    folded[:, i] = task_hash, num_samples[task.id]
     num_samples[task.id] += 1
-  ids = np.array([zlib.crc32(task.id.encode('utf-8')) for task in tasks], np.uint32)
 
-  def fold(task_id, sample):
-    return jax.random.fold_in(jax.random.fold_in(key, task_id), sample)
+  def fold(task_hash, sample):
+    task_key = jax.random.fold_in(key, task_hash)
+    return jax.random.fold_in(task_key, sample)
 
-  return jax.vmap(fold)(ids, samples)
+  return jax.vmap(fold)(*folded)
 
 
 def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
   """Returns a key per environment and role [B,R] from keys [B], which are the first role's."""
   columns = [keys]
   for role in range(1, num_roles):
-    fold = functools.partial(jax.random.fold_in, data=_ROLE_STREAM + np.uint32(role))
+    stream = _ROLE_STREAM + np.uint32(role)
+    fold = functools.partial(jax.random.fold_in, data=stream)
     columns.append(jax.vmap(fold)(keys))
   return jnp.stack(columns, axis=1)
 
@@ -155,23 +158,29 @@ def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
 
   def draw(key):
-    return jax.random.bits(jax.random.fold_in(key, _SEED_STREAM))
+    seed_key = jax.random.fold_in(key, _SEED_STREAM)
+    return jax.random.bits(seed_key)
 
   bits = jax.vmap(draw)(keys)
-  return (np.asarray(bits) >> 1).tolist()
+  seeds = np.asarray(bits) >> 1
+  return seeds.tolist()
 
 
 def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:
   """Returns the seed of each environment. Samples of a task with a seed play the same instance."""
   seeds = episode_seeds(keys)
-  return [seed if task.seed is None else task.seed for task, seed in zip(tasks, seeds)]
+  for i, task in enumerate(tasks):
+    if task.seed is not None:
+      seeds[i] = task.seed
+  return seeds
 
 
 def first_prompt(tokenizer: tokenizer_lib.Tokenizer, observation: str, info: dict) -> list[int]:
   """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
   message = protocol.full_text(observation, info)
   tools = info.get('tools', ())
-  return tokenizer_lib.encode_prompt(tokenizer, message, tools, info.get('declaration', ''))
+  declaration = info.get('declaration', '')
+  return tokenizer_lib.encode_prompt(tokenizer, message, tools, declaration)
 
 
 def longest_prompt(limits: EpisodeLimits) -> int:
@@ -187,13 +196,15 @@ class EpisodeState:
       task: types.Task,
       framing: tokenizer_lib.Framing,
       rules: EpisodeRules,
-      group: int = 0,
-      number: int = 0,  # position of the environment in its batch
+      group: int,
+      number: int,  # position of the environment in its batch
   ):
+    self.active_role = 0  # number of the role that moves next
     self._framing = framing
     self._limits = rules.limits
     self._strict = rules.strict
     self._roles = rules.env.roles or ('',)
+    self._number = number
     # The samples of a question are compared per role: each role of a group is a group of its own.
     self.episodes = [
         types.Episode(
@@ -201,7 +212,6 @@ class EpisodeState:
             group=group * len(self._roles) + r,
             prompt=np.zeros((0,), np.int32),
             turns=[],
-            counts=dict.fromkeys(_COUNTS, 0.0),
             core_metrics=rules.env.core_metrics,
             role=role,
             number=number if role else None,
@@ -209,38 +219,39 @@ class EpisodeState:
         for r, role in enumerate(self._roles)
     ]
 
-  def observe(self, observation: str, info: Mapping[str, Any]) -> tuple[int, engine.Prompt]:
-    """Gives an observation to the role that moves next: returns (its number, its prompt).
+  @property
+  def sequence(self) -> int:
+    """Number of the engine's sequence that continues."""
+    return self._number * len(self._roles) + self.active_role
+
+  def observe(self, observation: str, info: Mapping[str, Any]) -> engine.Prompt:
+    """Gives an observation to the role that moves next; returns its prompt.
 
     An observation that does not fit ends the episode.
     """
     if 'environment_error' in info:
       self._fail(info, 'before its first turn')
-      return 0, self.end(truncated=False)
-    active_role = self._active_role(info)
-    prompt = self._read(self.episodes[active_role], observation, info)
-    if prompt is None:
-      prompt = self.end(truncated=True)
-    return active_role, prompt
+      return self.end(truncated=False)
+    if self._roles != ('',):
+      self.active_role = self._named_role(info)
+    prompt = self._read(self.episodes[self.active_role], observation, info)
+    return prompt or self.end(truncated=True)
 
-  def record(
-      self, role: int, turn: types.Turn, outcome: protocol.Step
-  ) -> tuple[int, engine.Prompt]:
-    """Adds a turn of a role and its outcome; returns (number of the next role, its prompt)."""
+  def record(self, turn: types.Turn, outcome: protocol.Step) -> engine.Prompt:
+    """Adds a turn of the active role and its outcome; returns the prompt of the next turn."""
     observation, reward, terminated, truncated, info = outcome
-    self._add_turn(self.episodes[role], turn, reward, info)
+    self._add_turn(self.episodes[self.active_role], turn, reward, info)
     for episode in self.episodes:
       self._add_outcome(episode, info)
     if 'environment_error' in info:
-      self._fail(info, f'in turn {sum(len(episode.turns) for episode in self.episodes)}')
+      num_turns = sum(len(episode.turns) for episode in self.episodes)
+      self._fail(info, f'in turn {num_turns}')
     if terminated or truncated:
-      return role, self.end(bool(truncated))
+      return self.end(bool(truncated))
     return self.observe(observation, info)
 
-  def _active_role(self, info):
+  def _named_role(self, info):
     """Returns the number of the role that `info` names. UserError: it names none of them."""
-    if self._roles == ('',):
-      return 0
     role = info.get('role')
     if role not in self._roles:
       raise types.UserError(
@@ -254,19 +265,27 @@ class EpisodeState:
     limits = self._limits
     if not episode.turns:
       ids = first_prompt(self._framing.tokenizer, observation, info)
-      longest = longest_prompt(limits)
+      longest = max(longest_prompt(limits), 0)
       fits = 0 < len(ids) <= longest
-      episode.prompt = np.array(ids[: max(longest, 0)], np.int32)
+      episode.prompt = np.array(ids[:longest], np.int32)
       episode.failed = not fits
       episode.counts['prompt_too_long'] = float(not fits)
-      return _prompt(ids, len(ids), limits) if fits else None
+      return self._prompt(ids, len(ids)) if fits else None
     text = protocol.full_text(observation, info)
-    ids = self._framing.encode(text, episode.turns[-1].tokens)
+    turn = episode.turns[-1]
+    ids = self._framing.encode(text, turn.tokens)
     length = len(episode.prompt) + episode.response_length + len(ids)
     if length + _least_turn(limits) > limits.max_total_tokens:
       return None
-    episode.turns[-1].observation = np.array(ids, np.int32)
-    return _prompt(ids, length, limits)
+    turn.observation = np.array(ids, np.int32)
+    return self._prompt(ids, length)
+
+  def _prompt(self, ids, length):
+    """Returns `ids` to prefill, with the next turn's budget in a context of `length` with them."""
+    limits = self._limits
+    room = limits.max_total_tokens - length
+    budget = min(limits.max_turn_tokens, room)
+    return engine.Prompt(ids, budget, self.sequence)
 
   def _fail(self, info, when):
     """Masks the episodes of an environment whose code raised, and logs the first traceback."""
@@ -287,24 +306,26 @@ class EpisodeState:
 
   def end(self, truncated: bool) -> engine.Prompt:
     """Ends the episode of each role; returns the prompt of a sequence that is over."""
+    tokenizer = self._framing.tokenizer
     for episode in self.episodes:
       episode.truncated = truncated
+      episode.counts |= count_turns(episode.turns, tokenizer, self._limits.max_turn_tokens)
     return _OVER
 
   def _add_turn(self, episode, turn, reward, info):
     turn.action = str(info.get('action') or 'other')  # a GEM environment names none
     turn.reward = finite('reward', reward)
     episode.turns.append(turn)
-    max_turn = self._limits.max_turn_tokens
-    episode.counts |= count_turns(episode.turns, self._framing.tokenizer, max_turn)
 
   def _add_outcome(self, episode, info):
     """Adds failure, metrics and further rewards of a step to the episode of a role."""
     episode.failed |= bool(info.get('retrieval_failed', False))
     metrics = dict(info.get('metrics') or {})
     if len(self._roles) > 1:
-      metrics |= self._by_role(info, 'role_metrics').get(episode.role, {})
-      self._add_reward(episode, self._by_role(info, 'rewards').get(episode.role, 0.0))
+      role_metrics = self._by_role(info, 'role_metrics')
+      rewards = self._by_role(info, 'rewards')
+      metrics |= role_metrics.get(episode.role, {})
+      self._add_reward(episode, rewards.get(episode.role, 0.0))
     for name, value in metrics.items():
       episode.metrics[name] = finite(f"info['metrics'][{name!r}]", value)
 
@@ -328,11 +349,6 @@ class EpisodeState:
           1,
           episode.role,
       )
-
-
-def _prompt(ids: list[int], length: int, limits: EpisodeLimits) -> engine.Prompt:
-  """Returns `ids` to prefill, with the next turn's budget in a context of `length` with them."""
-  return engine.Prompt(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 
 def _least_turn(limits: EpisodeLimits) -> int:

@@ -49,10 +49,10 @@ def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ())
   heads = model.num_kv_heads
   tensor = devices.shape[2]
   if heads % tensor:
-    allowed = ', '.join(str(n) for n in _divisors(heads))
+    allowed = map(str, _divisors(heads))
     raise UserError(
         f'{setting}: tensor={tensor} does not divide the {heads} key heads of the model: choose '
-        f'one of {allowed}'
+        f'one of {", ".join(allowed)}'
     )
   return _mesh(devices)
 
@@ -62,52 +62,63 @@ def num_shards(row_sharding: NamedSharding | None, axis: str) -> int:
   if row_sharding is None:
     return 1
   shape = row_sharding.mesh.shape
-  return shape['tensor'] if axis == 'tensor' else shape['data'] * shape['fsdp']
+  if axis == 'tensor':
+    return shape['tensor']
+  return shape['data'] * shape['fsdp']
 
 
 def of_context(row_sharding: NamedSharding | None) -> NamedSharding | None:
   """Returns the sharding of keys and values [B,M,..], over rows and heads."""
   if row_sharding is None:
     return None
-  return NamedSharding(row_sharding.mesh, P(row_sharding.spec[0], 'tensor'))
+  rows = row_sharding.spec[0]
+  return NamedSharding(row_sharding.mesh, P(rows, 'tensor'))
 
 
 def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> Any:
   """Returns the jitted function that copies a policy for sampling.
 
-  Kernels are in the dtype of the computation, norms as they were, and `layers` is a tuple of L
-  trees, because slicing a stack would copy it. The result shares no buffer with the policy, which
-  training donates.
+  The copy has no adapters and no value head. Kernels are in the dtype of the computation, norms as
+  they were, and `layers` is a tuple of L trees, because slicing a stack would copy it. The result
+  shares no buffer with the policy, which training donates.
   """
 
-  def unstacked(params):
-    params = decoder.unstack_layers(params, model)
-    return jax.tree.map(jnp.copy, params)
-
-  if row_sharding is None:
-    return jax.jit(lambda params: unstacked(_prepared(params, model)))
-  mesh = row_sharding.mesh
-  data, _, tensor = mesh.devices.shape
-  # On the way each parameter is split over all devices, as in training. From there XLA gathers it
-  # over `data`; in one step it would gather it whole.
-  between = _mesh(mesh.devices.reshape(1, data, tensor))
+  between: Any = None
+  places = None
+  if row_sharding is not None:
+    # On the way each parameter is split over all devices, as in training. From there XLA gathers it
+    # over `data`; in one step it would gather it whole.
+    devices = row_sharding.mesh.devices
+    data, _, tensor = devices.shape
+    between = _mesh(devices.reshape(1, data, tensor))
+    places = copy_shardings(model, row_sharding)
 
   def copy(params):
-    params = _prepared(params, model)
-    places = sharding.tree_shardings(params, between)
-    return unstacked(jax.lax.with_sharding_constraint(params, places))
+    policy = {name: branch for name, branch in params.items() if name != 'value_head'}
+    merged = lora.merge(policy, {}, model.lora_scale)
+    policy = decoder.in_compute_dtype(merged, model)
+    if between is not None:
+      shardings = sharding.tree_shardings(policy, between)
+      policy = jax.lax.with_sharding_constraint(policy, shardings)
+    policy = decoder.unstack_layers(policy, model)
+    return jax.tree.map(jnp.copy, policy)
 
-  return jax.jit(copy, out_shardings=copy_shardings(model, row_sharding))
+  return jax.jit(copy, out_shardings=places)
 
 
 def copy_shardings(model: decoder.ModelConfig, row_sharding: NamedSharding) -> Any:
   """Returns the sharding of each leaf of the copy."""
   mesh: Any = row_sharding.mesh
   model = dataclasses.replace(model, head='tokens', row_sharding=None)
-  stacked = jax.eval_shape(lambda key: decoder.init(key, model), jax.random.key(0))
+  key = jax.random.key(0)
+  stacked = jax.eval_shape(lambda key: decoder.init(key, model), key)
   places = sharding.tree_shardings(stacked, mesh)
-  of_layer = lambda place: NamedSharding(mesh, P(*place.spec[1:]))
-  layer = jax.tree.map(of_layer, places['layers'])
+
+  def without_layers(place):
+    spec = place.spec[1:]
+    return NamedSharding(mesh, P(*spec))
+
+  layer = jax.tree.map(without_layers, places['layers'])
   return {**places, 'layers': (layer,) * model.num_layers}
 
 
@@ -119,7 +130,8 @@ def is_copy(params: Any) -> bool:
 def _smallest_tensor(num_devices, model):
   if num_devices == 1:
     return 1
-  size = decoder.num_params(model) * jnp.dtype(model.dtype).itemsize
+  itemsize = jnp.dtype(model.dtype).itemsize
+  size = decoder.num_params(model) * itemsize
   common = math.gcd(num_devices, model.num_kv_heads, model.d_ff)
   for tensor in _divisors(common):
     if size <= tensor * COPY_BYTES:
@@ -128,16 +140,11 @@ def _smallest_tensor(num_devices, model):
 
 
 def _divisors(number):
-  return [n for n in range(1, number + 1) if number % n == 0]
+  candidates = range(1, number + 1)
+  return [n for n in candidates if number % n == 0]
 
 
 def _mesh(devices):
   """Makes a mesh without reordering devices: one program may use arrays of meshes in one order."""
   auto = (jax.sharding.AxisType.Auto,) * 3
   return Mesh(devices, sharding.AXES, axis_types=auto)
-
-
-def _prepared(params, model):
-  """Returns the policy without adapters and value head, in the dtype of the computation."""
-  params = {name: branch for name, branch in params.items() if name != 'value_head'}
-  return decoder.in_compute_dtype(lora.merge(params, {}, model.lora_scale), model)

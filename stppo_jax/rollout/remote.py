@@ -224,10 +224,9 @@ class RemoteEngine:
       self.answered_at = now
     else:
       self._version = _UNKNOWN
+    cause = f'{reason}: {reason.text}' if reason.text else reason
     self._failure = http_client.Temporary(
-        f'{self.address} failed ({reason}: {reason.text})',
-        is_silent=reason.is_silent,
-        is_busy=reason.is_busy,
+        f'{self.address} failed ({cause})', is_silent=reason.is_silent, is_busy=reason.is_busy
     )
     return self._failure
 

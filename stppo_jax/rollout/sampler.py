@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
@@ -73,38 +72,6 @@ class PrefillResult:
   chunks: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
-Call = tuple[PrefillResult | DecodeResult, int]  # the result of a call, and a row of it
-
-
-def join_turn(calls: Sequence[Call]) -> types.Turn:
-  """Returns a turn from the calls that prefilled and sampled it.
-
-  The results of decode calls are on the host.
-  """
-  tokens = []
-  logp = []
-  routes = []
-  chunks: list[tuple[Any, Any]]
-  for result, row in calls:
-    if isinstance(result, DecodeResult):
-      count = result.counts[row]
-      tokens.append(result.tokens[row, :count])
-      logp.append(result.logp[row, :count])
-      chunks = [(result.routes, result.counts)]
-    else:
-      chunks = result.chunks
-    for chunk_routes, counts in chunks:
-      if chunk_routes is not None:
-        count = counts[row]
-        row_routes = np.asarray(chunk_routes)[row]
-        routes.append(row_routes[:count])
-  return types.Turn(
-      tokens=np.concatenate(tokens),
-      logp=np.concatenate(logp),
-      routes=np.concatenate(routes) if routes else None,
-  )
-
-
 class Sampler:
   """Compiled prefill and decode with static settings. Parameters are an argument, not a field.
 
@@ -134,10 +101,12 @@ class Sampler:
     self._top_k = distribution.top_k
     self._row_settings = distribution.row_settings
     no_key = jax.random.key(0)
-    self._no_key = np.asarray(jax.random.key_data(no_key))
+    key_data = jax.random.key_data(no_key)
+    self._no_key = np.asarray(key_data)
 
     shards = layout.num_shards(row_sharding, 'data')
-    width = min(sizes.width or sizes.rows, sizes.rows)
+    width = sizes.width or sizes.rows
+    width = min(width, sizes.rows)
     self.width = sampling.round_up(width, shards)
     num_rows = sampling.round_up(sizes.rows, self.width)
     self.num_groups = num_rows // self.width
@@ -147,18 +116,22 @@ class Sampler:
     # Whether prefill works on a whole group where it is, not on rows taken out of it.
     self.in_place = self.prefill_rows == self.width
     tile = config.cache_tile or 1
-    buckets = {min(bucket, self.max_slots) for bucket in sizes.slot_buckets}
-    buckets.add(self.max_slots)
-    tiled_buckets = {sampling.round_up(bucket, tile) for bucket in buckets}
-    self.slot_buckets = tuple(sorted(tiled_buckets))
+    buckets = {sampling.round_up(self.max_slots, tile)}
+    for bucket in sizes.slot_buckets:
+      bucket = min(bucket, self.max_slots)
+      bucket = sampling.round_up(bucket, tile)
+      buckets.add(bucket)
+    self.slot_buckets = tuple(sorted(buckets))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
 
     num_states, num_ids = stop_table.shape
     states = np.arange(num_states, dtype=np.int32)
-    table = np.repeat(states[:, None], config.vocab_size, axis=1)  # ids without bytes keep it
+    states = states[:, None]
+    table = np.repeat(states, config.vocab_size, axis=1)  # ids without bytes keep the state
     table[:, :num_ids] = stop_table
-    eos_columns = [i for i in eos_ids if 0 <= i < config.vocab_size]
-    table[:, eos_columns] = num_states - 1
+    for i in eos_ids:
+      if 0 <= i < config.vocab_size:
+        table[:, i] = num_states - 1
     self.stop_table = table  # [states,V] on the host; its last state means that a turn has ended
 
     everywhere = None  # every host reads these results
@@ -173,15 +146,16 @@ class Sampler:
     self._copy = layout.copy_function(config, row_sharding)
     empty = functools.partial(_empty, config)
     grow = functools.partial(_grow, config)
+    jit = functools.partial(jax.jit, out_shardings=context_sharding)
     # empty(rows, slots) returns the Context of empty rows.
-    self.empty = jax.jit(empty, static_argnums=(0, 1), out_shardings=context_sharding)
-    self._grow = jax.jit(grow, static_argnums=1, out_shardings=context_sharding)
+    self.empty = jit(empty, static_argnums=(0, 1))
+    self._grow = jit(grow, static_argnums=1)
+    self._take = jit(_take)
+    self._put = jit(_put, donate_argnums=0)
     results = (context_sharding, everywhere)
     jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
     self._prefill = jit_in_place(self._append)
     self._decode = jit_in_place(self._decode_rows)
-    self._take = jax.jit(_take, out_shardings=context_sharding)
-    self._put = jax.jit(_put, donate_argnums=0, out_shardings=context_sharding)
 
   @functools.cached_property
   def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them
@@ -210,13 +184,14 @@ class Sampler:
     """Returns rows that do not change in a decode call, as NumPy arrays for the caller to fill."""
     shape = (3, rows)
     lengths, stop_state, budgets = np.zeros(shape, np.int32)
+    copies = (rows, 1)
     settings = np.array(self._row_settings, np.float32)
     return DecodeRows(
         lengths=lengths,
-        keys=np.tile(self._no_key, (rows, 1)),
+        keys=np.tile(self._no_key, copies),
         stop_state=stop_state,
         budgets=budgets,
-        settings=np.tile(settings, (rows, 1)),
+        settings=np.tile(settings, copies),
     )
 
   def with_room(self, context: Context, needed: int) -> Context:
@@ -224,7 +199,8 @@ class Sampler:
     if needed <= context.slots:
       return context
     larger = [bucket for bucket in self.slot_buckets if bucket >= needed]
-    return self._grow(context, larger[0])
+    slots = larger[0]
+    return self._grow(context, slots)
 
   def take(self, context: Context, rows: Numbers) -> Context:
     """Returns copies of at most `prefill_rows` rows, in a context of `prefill_rows` rows."""
@@ -240,7 +216,8 @@ class Sampler:
     padded = np.zeros(shape, np.int32)
     padded[0, :count] = targets
     padded[1, :count] = sources
-    return self._put(context, taken, padded, np.int32(count))
+    num_real = np.int32(count)
+    return self._put(context, taken, padded, num_real)
 
   def prefill(
       self, params, context: Context, ids: Sequence[Numbers], starts: Numbers
@@ -252,30 +229,31 @@ class Sampler:
     the next, the rest in the smallest.
     """
     rows = context.logits.shape[0]
+    count = len(ids)
     left = np.zeros(rows, np.int32)
-    live = left.copy()
-    for b, row_ids in enumerate(ids):
-      left[b] = len(row_ids)
-      live[b] = starts[b]
+    left[:count] = [len(row_ids) for row_ids in ids]
+    live = np.zeros(rows, np.int32)
+    live[:count] = starts
     prefilled = PrefillResult()
     for chunk in reversed(self.chunk_buckets):
-      least = 1 if chunk == self.chunk_buckets[0] else chunk  # only the smallest is not filled
+      least = chunk
+      if chunk == self.chunk_buckets[0]:
+        least = 1  # only the smallest is not filled
       while left.max() >= least:
-        count = np.minimum(left, chunk)
-        count[left < least] = 0
+        counts = np.minimum(left, chunk)
+        counts[left < least] = 0
         shape = (rows, chunk)
         tokens = np.zeros(shape, np.int32)
         for b, row_ids in enumerate(ids):
           start = len(row_ids) - left[b]
-          end = start + count[b]
-          row_tokens = row_ids[start:end]
-          tokens[b, : len(row_tokens)] = row_tokens
-        context, result = self._prefill(params, context, tokens, live, count)
+          end = start + counts[b]
+          tokens[b, : counts[b]] = row_ids[start:end]
+        context, result = self._prefill(params, context, tokens, live, counts)
         prefilled.lengths, routes = result
         if self.records_routes:
-          prefilled.chunks.append((routes, count))
-        live = live + count
-        left = left - count
+          prefilled.chunks.append((routes, counts))
+        live = live + counts
+        left = left - counts
     return context, prefilled
 
   def decode(
@@ -298,7 +276,9 @@ class Sampler:
     """Returns the number of compiled programs of each function, for logging."""
     prefill: Any = self._prefill
     decode: Any = self._decode
-    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
+    num_prefill = prefill._cache_size()
+    num_decode = decode._cache_size()
+    return {'prefill': num_prefill, 'decode': num_decode}
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
@@ -348,18 +328,22 @@ class Sampler:
     x, cache, routing = decoder.cached_trunk(params, config, tokens, None, cache, counts)
     if tokens.shape[1] > 1:
       last = jnp.maximum(counts - 1, 0)
-      x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    logits = decoder.token_logits(params, config, x[:, 0])
+      last = last[:, None, None]
+      x = jnp.take_along_axis(x, last, axis=1)
+    x = x[:, 0]
+    logits = decoder.token_logits(params, config, x)
     num_parts = layout.num_shards(self.row_sharding, 'tensor')
     if config.vocab_size % num_parts == 0:
       logits = sharding.spread(logits, self._split_logits_sharding)
     logits = sharding.spread(logits, self.row_sharding)
     is_new = counts > 0
-    logits = jnp.where(is_new[:, None], logits, context.logits)
+    is_new = is_new[:, None]
+    logits = jnp.where(is_new, logits, context.logits)
     routes = None
     if self.records_routes and routing is not None:
       routes = moe.recorded_routes(routing, config.num_experts)
-    return Context(cache.k, cache.v, logits), (cache.length, routes)
+    context = Context(cache.k, cache.v, logits)
+    return context, (cache.length, routes)
 
   def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""
@@ -371,12 +355,15 @@ class Sampler:
     max_steps, enough = limits
     stopped_state = len(stop_table) - 1
     is_decoded = rows.budgets > 0
-    num_spare = jnp.maximum(jnp.sum(is_decoded) - enough, 0)
+    num_rows = jnp.sum(is_decoded)
+    fewest = jnp.maximum(num_rows - enough, 0)
 
     def is_running(state):
       _, sampled, step = state
       num_alive = jnp.sum(sampled.alive)
-      return (step < max_steps) & (num_alive > num_spare)
+      has_steps = step < max_steps
+      needs_more = num_alive > fewest
+      return has_steps & needs_more
 
     def sample_one(state):
       context, sampled, step = state
@@ -384,12 +371,14 @@ class Sampler:
       lengths = rows.lengths + sampled.counts
       token_keys = fold_in(keys, lengths)
       token, logp = draw(context.logits, token_keys)
+      tokens = token[:, None]
       one = alive.astype(jnp.int32)
-      context, (_, routes) = self._append(params, context, token[:, None], lengths, one)
+      context, (_, routes) = self._append(params, context, tokens, lengths, one)
       next_state = stop_table[sampled.stop_state, token]
       stop_state = jnp.where(alive, next_state, sampled.stop_state)
       counts = sampled.counts + one
-      continues = (stop_state != stopped_state) & (counts < rows.budgets)
+      is_open = stop_state != stopped_state
+      has_budget = counts < rows.budgets
 
       def set_column(array, values):
         values = jnp.where(alive, values, 0)
@@ -403,7 +392,7 @@ class Sampler:
           logp=set_column(sampled.logp, logp),
           counts=counts,
           stop_state=stop_state,
-          alive=alive & continues,
+          alive=alive & is_open & has_budget,
           routes=routes,
       )
       return context, sampled, step + 1
@@ -446,7 +435,8 @@ def _grow(config, context, slots):
 
 
 def _take(context, rows):
-  return jax.tree.map(lambda array: array[rows], context)
+  take = lambda array: array[rows]
+  return jax.tree.map(take, context)
 
 
 def _put(context, taken, places, count):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 
 import chex
@@ -20,7 +21,8 @@ def round_up(count: int, multiple: int) -> int:
 
 def batched(items: Sequence, size: int) -> list[Sequence]:
   """Returns the items in parts of `size`, the last one with what is left."""
-  return [items[i : i + size] for i in range(0, len(items), size)]
+  starts = range(0, len(items), size)
+  return [items[start : start + size] for start in starts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Distribution:
     return self.temperature, self.top_p, 0.0
 
 
+Drawn = tuple[jax.Array, jax.Array]  # (token [B], log-prob [B])
+Draw = Callable[[jax.Array, jax.Array], Drawn]  # (logits [B,V], keys [B]) -> drawn
+
 AS_IS = Distribution()
 GREEDY = Distribution(temperature=0.0)
 
@@ -62,18 +67,18 @@ def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ..
   sizes = []
   if platform == 'cpu':
     for power in range(7, 31):
-      sizes += [2**power, 2**power * 3 // 2]
+      size = 2**power
+      sizes += [size, size * 3 // 2]
   else:
     for halvings in range(ACCELERATOR_BUCKETS):
-      part = max_slots / 2**halvings
-      sizes.append(round_up(math.ceil(part), 128))
+      part = math.ceil(max_slots / 2**halvings)
+      size = round_up(part, 128)
+      sizes.append(size)
   buckets = {min(size, max_slots) for size in sizes}
   return tuple(sorted(buckets))
 
 
-def make_draw(
-    settings: jax.Array, top_k: int = 0
-) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def make_draw(settings: jax.Array, top_k: int = 0) -> Draw:
   """Returns draw(logits [B,V], keys [B]) -> (token [B], log-prob [B]), with settings per row.
 
   The settings [B,3] are temperature, top_p and a flag. A row's distribution is softmax(logits /
@@ -91,7 +96,8 @@ def make_draw(
   wants_plain = is_greedy | (plain_flag > 0)
   # Training and evaluation are the first two cases, with fewer passes over the logits.
   needs_each = jnp.any(wants_plain | is_cut)
-  case = jnp.where(is_greedy.all(), 1, 2 * needs_each)
+  all_greedy = is_greedy.all()
+  case = jnp.where(all_greedy, 1, 2 * needs_each)
 
   def draw_uncut(logits, scaled, keys):
     if not 0 < top_k < logits.shape[1]:
@@ -102,88 +108,103 @@ def make_draw(
 
   def take_likeliest(logits, scaled, keys):
     del scaled, keys
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return token, _take(jax.nn.log_softmax(logits), token)
+    token = _likeliest(logits)
+    return token, _plain_logp(logits, token)
 
   def draw_each(logits, scaled, keys):
-    token, logp = draw_uncut(logits, scaled, keys)
-    draw_cut = lambda: _draw_cut(scaled, keys, top_k, top_p)
-    cut_token, cut_logp = jax.lax.cond(any_cut, draw_cut, lambda: (token, logp))
+    uncut = draw_uncut(logits, scaled, keys)
+    draw_cut_rows = jax.vmap(functools.partial(_draw_cut, top_k=top_k))
+    draw_cut = lambda: draw_cut_rows(scaled, keys, top_p)
+    cut = jax.lax.cond(any_cut, draw_cut, lambda: uncut)
+    token, logp = uncut
+    cut_token, cut_logp = cut
     token = jnp.where(is_cut, cut_token, token)
     logp = jnp.where(is_cut, cut_logp, logp)
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    likeliest = _likeliest(logits)
     token = jnp.where(is_greedy, likeliest, token)
-    plain_logp = _take(jax.nn.log_softmax(logits), token)
-    return token, jnp.where(wants_plain, plain_logp, logp)
+    plain_logp = _plain_logp(logits, token)
+    logp = jnp.where(wants_plain, plain_logp, logp)
+    return token, logp
 
   def draw(logits, keys):
-    chex.assert_shape(logits, (len(settings), None))
-    chex.assert_shape(keys, (len(settings),))
+    rows = len(settings)
+    chex.assert_shape(logits, (rows, None))
+    chex.assert_shape(keys, (rows,))
     logits = logits.astype(jnp.float32)
-    scaled = logits / jnp.where(is_greedy, 1.0, temperature)[:, None]
+    divisor = jnp.where(is_greedy, 1.0, temperature)
+    scaled = logits / divisor[:, None]
     cases = (draw_uncut, take_likeliest, draw_each)
     return jax.lax.switch(case, cases, logits, scaled, keys)
 
   return draw
 
 
-def _draw_cut(logits, keys, top_k, top_p):
-  """Draws from the fewest likeliest tokens that hold the mass top_p [B]."""
-  size = logits.shape[1]
+@jax.vmap
+def _take(values, index):
+  """Takes values [B,V] at index [B] -> [B]."""
+  return values[index]
+
+
+def _likeliest(logits):
+  token = jnp.argmax(logits, axis=-1)
+  return token.astype(jnp.int32)
+
+
+def _plain_logp(logits, token):
+  """Returns the log-prob of a token at temperature 1, uncut."""
+  logp = jax.nn.log_softmax(logits)
+  return _take(logp, token)
+
+
+def _draw_cut(logits, key, top_p, top_k):
+  """Draws from the fewest likeliest tokens that hold the mass top_p: logits [V]."""
+  size = logits.size
   if 0 < top_k < size:
     size = top_k
   logits, ids = jax.lax.top_k(logits, size)
   probs = jax.nn.softmax(logits)
-  mass_before = jnp.cumsum(probs, axis=-1) - probs
-  is_first = jnp.arange(logits.shape[1]) == 0  # it stays, however small top_p is
-  is_inside = is_first | (mass_before < top_p[:, None])
-  choice, logp = _draw(jnp.where(is_inside, logits, -jnp.inf), keys)
-  return _take(ids, choice), logp
+  mass_before = jnp.cumsum(probs) - probs
+  is_first = jnp.arange(size) == 0  # it stays, however small top_p is
+  is_inside = is_first | (mass_before < top_p)
+  inside = jnp.where(is_inside, logits, -jnp.inf)
+  choice, logp = _draw_row(inside, key)
+  return ids[choice], logp
 
 
-def _draw(logits, keys):
-  """Draws from softmax(logits): logits [B,V], keys [B] -> (index [B], logp [B]).
+def _draw_row(logits, key):
+  """Draws from softmax(logits): logits [V] and a key -> (index, its log-prob).
 
   By inversion: first a block of indices by the blocks' masses, then an index in it, each with a
   uniform number of its own, so that the tail of a large vocabulary is not rounded away. This takes
   one exp per index; Gumbel noise would take two logs and a random number.
   """
-  peak = logits.max(axis=-1)
-  mass = _block_masses(logits, peak)
-  block_mass = mass.sum(axis=-1)
-  draw_two = lambda key: jax.random.uniform(key, (2,))
-  uniform = jax.vmap(draw_two)(keys)
-  block = _invert(block_mass, uniform[:, 0])
-  mass_here = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
-  index = _invert(mass_here, uniform[:, 1])
-  choice = (block * BLOCK + index).astype(jnp.int32)
-  total = block_mass.sum(axis=-1)
-  return choice, _take(logits, choice) - peak - jnp.log(total)
+  peak = logits.max()
+  mass = jnp.exp(logits - peak)
+  missing = -logits.size % BLOCK
+  mass = jnp.pad(mass, (0, missing))
+  blocks = mass.reshape(-1, BLOCK)
+  block_mass = blocks.sum(axis=-1)
+  uniform = jax.random.uniform(key, (2,))
+  block = _invert(block_mass, uniform[0])
+  index = _invert(blocks[block], uniform[1])
+  choice = block * BLOCK + index
+  choice = choice.astype(jnp.int32)
+  total = block_mass.sum()
+  logp = logits[choice] - peak - jnp.log(total)
+  return choice, logp
 
 
-def _block_masses(logits, peak):
-  """Returns exp(logits - peak) in blocks [B,blocks,BLOCK], the last one filled with zeros."""
-  rows, size = logits.shape
-  blocks = -(-size // BLOCK)
-  missing = blocks * BLOCK - size
-  mass = jnp.exp(logits - peak[:, None])
-  mass = jnp.pad(mass, ((0, 0), (0, missing)))
-  return mass.reshape(rows, blocks, BLOCK)
+_draw = jax.vmap(_draw_row)
 
 
 def _invert(mass, uniform):
-  """Returns the first index at which the cumulative mass [B,n] exceeds its share `uniform` [B].
+  """Returns the first index at which the cumulative mass [n] exceeds its share `uniform`.
 
   An index without mass is never returned, whatever the rounding.
   """
-  reached = jnp.cumsum(mass, axis=-1)
-  share = uniform[:, None] * reached[:, -1:]
+  reached = jnp.cumsum(mass)
+  share = uniform * reached[-1]
   beyond = (reached > share) & (mass > 0)
-  first_beyond = jnp.argmax(beyond, axis=-1)
-  largest = jnp.argmax(mass, axis=-1)
-  return jnp.where(beyond.any(axis=-1), first_beyond, largest)
-
-
-def _take(values, index):
-  """Takes values [B,V] at index [B] -> [B]."""
-  return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+  first_beyond = jnp.argmax(beyond)
+  largest = jnp.argmax(mass)
+  return jnp.where(beyond.any(), first_beyond, largest)

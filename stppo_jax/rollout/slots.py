@@ -4,7 +4,6 @@
 which each request has a slot.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import jax
 
 from stppo_jax.rollout import sampler as sampler_lib
-from stppo_jax.rollout import sampling
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,8 +67,9 @@ class SlotGroup:
   """Slots that are decoded together, with the same parameters."""
 
   def __init__(self, sampler: sampler_lib.Sampler, params: Any):
+    fewest_slots = sampler.slot_buckets[0]
     self.rows: list[Any] = [None] * sampler.width  # a sequence per slot, None where it is free
-    self.context = sampler.empty(sampler.width, sampler.slot_buckets[0])
+    self.context = sampler.empty(sampler.width, fewest_slots)
     self.prefill_tokens = 0  # so far
     self.last_prefill: jax.Array | None = None  # to wait for
     self._sampler = sampler
@@ -78,11 +77,13 @@ class SlotGroup:
 
   def rows_in(self, phase: str) -> list[Any]:
     """Returns the sequences in a phase, in the order of their slots."""
-    return [row for row in self.rows if row and row.phase == phase]
+    rows = [row for row in self.rows if row is not None]
+    return [row for row in rows if row.phase == phase]
 
   def free(self) -> list[int]:
     """Returns the slots without a sequence."""
-    return [slot for slot, row in enumerate(self.rows) if row is None]
+    slots = enumerate(self.rows)
+    return [slot for slot, row in slots if row is None]
 
   def reserve(self, length: int) -> None:
     """Makes room for `length` tokens per row."""
@@ -90,21 +91,22 @@ class SlotGroup:
 
   def prefill_new(self, sequences: Sequences) -> Prefilled:
     """Prefills at most `prefill_rows` new sequences, in a context of their own."""
+    sampler = self._sampler
     longest = max(len(sequence.ids) for sequence in sequences)
     self.reserve(longest)
-    rows = self._sampler.prefill_rows
-    context = self._sampler.empty(rows, self.context.slots)
+    context = sampler.empty(sampler.prefill_rows, self.context.slots)
     return self._prefill(context, sequences)
 
   def prefill_rows(self, home: 'SlotGroup', slots: Sequence[int], sequences: Sequences) -> None:
     """Prefills copies of at most `prefill_rows` rows of `home`, for the slots of the sequences."""
-    needed = max(sequence.length_with_ids for sequence in sequences)
-    slots_at_home = home.context.slots
-    self.reserve(max(needed, slots_at_home))
-    context = self._sampler.take(home.context, slots)
-    context = self._sampler.with_room(context, self.context.slots)
+    sampler = self._sampler
+    lengths = [sequence.length_with_ids for sequence in sequences]
+    self.reserve(max(home.context.slots, *lengths))
+    context = sampler.take(home.context, slots)
+    context = sampler.with_room(context, self.context.slots)
     prefilled = self._prefill(context, sequences)
-    self.put(prefilled, sequences, range(len(sequences)))
+    sources = range(len(sequences))
+    self.put(prefilled, sequences, sources)
 
   def prefill_in_place(self) -> None:
     """Prefills the rows that are ready where they are. The others do not change."""
@@ -113,26 +115,33 @@ class SlotGroup:
     self.reserve(needed)
     empty = ActiveSequence()
     rows = [row or empty for row in self.rows]
-    self.context, result = self._prefill(self.context, rows)
+    context, result = self._prefill(self.context, rows)
+    self.context = context
     for sequence in ready:
       sequence.end_prefill(result, sequence.slot)
 
-  def put(self, prefilled: Prefilled, sequences: Sequences, sources: Iterable[int]) -> None:
+  def put(self, prefilled: Prefilled, sequences: Sequences, sources: Sequence[int]) -> None:
     """Copies the row sources[i] of `prefilled` to the slot of sequences[i]."""
-    self.reserve(prefilled.context.slots)
-    pairs = list(zip(sequences, sources))
-    for batch in sampling.batched(pairs, self._sampler.prefill_rows):
-      slots = [sequence.slot for sequence, _ in batch]
-      rows = [source for _, source in batch]
-      self.context = self._sampler.put(self.context, prefilled.context, slots, rows)
-    for sequence, source in pairs:
+    sampler = self._sampler
+    taken = prefilled.context
+    slots = [sequence.slot for sequence in sequences]
+    self.reserve(taken.slots)
+    size = sampler.prefill_rows
+    for start in range(0, len(slots), size):
+      part = slice(start, start + size)
+      targets = slots[part]
+      self.context = sampler.put(self.context, taken, targets, sources[part])
+    for sequence, source in zip(sequences, sources):
       sequence.end_prefill(prefilled.result, source)
 
   def decode(self, enough: int) -> sampler_lib.DecodeResult:
     """Starts to decode, until `enough` rows have stopped. Does not wait for the device."""
-    steps = self._reserve_steps(self.rows_in('decoding'))
-    inputs = self._decode_inputs(self.rows, len(self.rows))
-    self.context, sampled = self._sampler.decode(self.params, self.context, inputs, steps, enough)
+    sampler = self._sampler
+    decoding = self.rows_in('decoding')
+    steps = self._reserve_steps(decoding)
+    inputs = self._decode_inputs(self.rows, sampler.width)
+    context, sampled = sampler.decode(self.params, self.context, inputs, steps, enough)
+    self.context = context
     return sampled
 
   def decode_few(self, sequences: Sequences) -> sampler_lib.DecodeResult:
@@ -140,21 +149,24 @@ class SlotGroup:
 
     They have a small context of their own, because a call computes all rows of its context.
     """
+    sampler = self._sampler
+    enough = sampler.width
     steps = self._reserve_steps(sequences)
     slots = [sequence.slot for sequence in sequences]
-    few = self._sampler.take(self.context, slots)
-    inputs = self._decode_inputs(sequences, self._sampler.prefill_rows)
-    few, sampled = self._sampler.decode(self.params, few, inputs, steps, enough=self._sampler.width)
-    self.context = self._sampler.put(self.context, few, slots, range(len(slots)))
+    rows = range(len(slots))
+    few = sampler.take(self.context, slots)
+    inputs = self._decode_inputs(sequences, sampler.prefill_rows)
+    few, sampled = sampler.decode(self.params, few, inputs, steps, enough)
+    self.context = sampler.put(self.context, few, slots, rows)
     return sampled
 
-  def _reserve_steps(self, sequences: Sequences) -> int:
+  def _reserve_steps(self, sequences):
     """Makes room for a decode call. Returns its largest number of tokens per row."""
     longest = max(sequence.length for sequence in sequences)
     self.reserve(longest + 1)
     return self.context.slots - longest
 
-  def _decode_inputs(self, rows: Sequence[Any], num_rows: int) -> sampler_lib.DecodeRows:
+  def _decode_inputs(self, rows, num_rows):
     """Returns the inputs of a decode call: rows[i] is the sequence in row i, or None."""
     inputs = self._sampler.idle_rows(num_rows)
     for i, row in enumerate(rows):
@@ -175,7 +187,8 @@ class SlotGroup:
     ids = [sequence.ids for sequence in sequences]
     starts = [sequence.length for sequence in sequences]
     self.prefill_tokens += sum(map(len, ids))
-    context, result = self._sampler.prefill(self.params, context, ids, starts)
+    sampler = self._sampler
+    context, result = sampler.prefill(self.params, context, ids, starts)
     if result.lengths is not None:
       self.last_prefill = result.lengths
     return Prefilled(context, result)
