@@ -54,7 +54,7 @@ NAMES = tuple("""
   stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
   env/retrieval_failed env/environment_failed env/replays env/invalid_share env/repeated_share
   env/empty_share env/cut_share env/prompt_too_long
-  outcome/answered health/invalid health/score_drop""".split())
+  outcome/answered outcome/skipped health/invalid health/score_drop""".split())
 EVAL_NAMES = (
     'val-core/all/em',
     'val-core/all/f1',
@@ -475,6 +475,7 @@ class LoopTest(parameterized.TestCase):
     self.assertLen(read_records(self.workdir, 'nonfinite_000002.jsonl'), 16)
     row = metrics_lib.read_metrics(self.workdir)[-1]
     self.assertEqual(row['actor/skipped'], 4)
+    self.assertEqual(row['outcome/skipped'], 16)
     self.assertIn('actor/pg_loss', row['nonfinite'])
     # What was checkpointed after update 1 is what the run began with, and still finite.
     after = state_after(config, self.workdir, 1)

@@ -4,6 +4,7 @@ from absl.testing import absltest
 import numpy as np
 
 from stppo_jax.evaluation import scores
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
@@ -35,7 +36,7 @@ EPISODES = {
 class OutcomesTest(absltest.TestCase):
 
   def test_each_cause_is_counted_once(self):
-    self.assertEqual(outcomes.MEANINGS.keys(), EPISODES.keys())
+    self.assertEqual(outcomes.MEANINGS.keys(), {'skipped', *EPISODES})
     for name, rows in EPISODES.items():
       expected = dict.fromkeys(outcomes.MEANINGS, 0) | {name: 1}
       self.assertEqual(outcomes.count(rows), expected)
@@ -46,10 +47,29 @@ class OutcomesTest(absltest.TestCase):
     alone = episode(metrics={'crashed': 1.0})  # a metric of an environment
     self.assertEqual(outcomes.count([alone])['answered'], 1)
 
-  def test_rows_of_an_episode_count_once(self):
-    rows = [episode(number=0, role='a'), episode(number=0, role='b', truncated=True)]
-    self.assertEqual(sum(outcomes.count(rows).values()), 1)
-    self.assertEqual(outcomes.count(rows)['truncated'], 1)
+  def test_skipped_is_what_no_step_has_used(self):
+    # Two epochs. Row 0 is in two skipped steps, row 1 in one of two, rows 2 and 3 in none.
+    steps = [np.array([0, 1]), np.array([2, 3]), np.array([0, 2]), np.array([1, 3])]
+    skipped = outcomes.skipped_rows(steps, [1, 0, 1, 0])
+    self.assertEqual(skipped, {0})
+    rows = [episode(), episode(), episode(truncated=True), episode()]
+    counts = outcomes.count(rows, skipped)
+    self.assertEqual([counts[x] for x in ('answered', 'skipped', 'truncated')], [2, 1, 1])
+    self.assertEmpty(outcomes.skipped_rows(steps, [0, 0, 0, 0]))
+
+  def test_rows_of_two_policies_are_one_episode(self):
+    # The only step of policy a is skipped, and that of policy b is not.
+    parts = []
+    for role, skipped in (('a', 1), ('b', 0)):
+      step = episodes_lib.StepMetrics(np.array([0]), {'actor/skipped': skipped}, {})
+      parts.append(([episode(number=0, role=role)], [step]))
+    self.assertEqual(sum(outcomes.of_update(parts).values()), 1)
+    self.assertEqual(outcomes.of_update(parts)['skipped'], 1)
+    self.assertEqual(outcomes.of_update(parts[1:])['answered'], 1)
+
+  def test_failure_is_no_skipped_episode(self):
+    counts = outcomes.count(EPISODES['retrieval_failed'], {0})
+    self.assertEqual(counts['retrieval_failed'], 1)
 
   def test_evaluation_counts_the_rows_of_programs_one_by_one(self):
     played = [episode(number=0), episode(number=0)]  # of two questions, in two batches

@@ -1,16 +1,21 @@
 """How episodes ended: one table for updates, evaluations and the report."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from stppo_jax import types
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 
 # Outcome -> meaning. If several apply, the last one counts.
 MEANINGS = {
     'answered': 'It ended by itself.',
     'truncated': 'It ended at a limit of turns, length or time.',
+    'skipped': 'It ended, but no optimizer step used it, because the gradients were not finite.',
     'prompt_too_long': 'It was not played, because of the length of its prompt.',
     'retrieval_failed': 'A search or a remote environment failed.',
     'program_failed': 'The agent program raised an error, or called no model.',
@@ -18,18 +23,41 @@ MEANINGS = {
 }
 
 
-def count(episodes: Sequence[types.Episode]) -> dict[str, int]:
+def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> dict[str, int]:
   """Returns {outcome: number of sampled episodes}, with all outcomes.
 
-  Several rows may belong to one episode.
+  Args:
+    episodes: rows. Several rows may belong to one episode.
+    skipped: numbers of the rows that only optimizer steps without an effect have used.
   """
-  names = list(MEANINGS)
-  counts = dict.fromkeys(names, 0)
-  for numbers in batching.rows_by_episode(episodes):
-    rows = [episodes[number] for number in numbers]
-    if not rows[0].demonstrated:
-      counts[max(map(_outcome, rows), key=names.index)] += 1
+  counts = dict.fromkeys(MEANINGS, 0)
+  for rows in batching.rows_by_episode(episodes):
+    if episodes[rows[0]].demonstrated:
+      continue
+    outcomes = [_outcome(episodes[row], row in skipped) for row in rows]
+    counts[max(outcomes, key=list(MEANINGS).index)] += 1
   return counts
+
+
+def skipped_rows(rows: Sequence[Sequence[int]], is_skipped: Sequence[Any]) -> set[int]:
+  """Returns the rows of which every optimizer step was skipped, from the rows of each step."""
+  of_skipped = [step for step, skipped in zip(rows, is_skipped) if skipped]
+  of_others = [step for step, skipped in zip(rows, is_skipped) if not skipped]
+  return set(np.ravel(of_skipped).tolist()) - set(np.ravel(of_others).tolist())
+
+
+def of_update(
+    parts: Sequence[tuple[Sequence[types.Episode], Sequence[episodes_lib.StepMetrics]]],
+) -> dict[str, int]:
+  """Returns the counts of an update, from the rows and the optimizer steps of each policy."""
+  all_rows: list[types.Episode] = []
+  skipped: set[int] = set()
+  for rows, steps in parts:
+    is_skipped = [step.metrics['actor/skipped'] > 0 for step in steps]
+    numbers = skipped_rows([step.rows for step in steps], is_skipped)
+    skipped |= {len(all_rows) + number for number in numbers}
+    all_rows += rows
+  return count(all_rows, skipped)
 
 
 def as_metrics(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
@@ -55,7 +83,7 @@ def of_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
   return {name: counts for name, counts in tables.items() if counts}
 
 
-def _outcome(row):
+def _outcome(row: types.Episode, is_skipped: bool) -> str:
   if row.error:
     return 'environment_failed'
   if row.counts.get('program_failed') or (row.is_segment and row.metrics.get('crashed')):
@@ -64,4 +92,6 @@ def _outcome(row):
     return 'prompt_too_long'
   if row.failed:
     return 'retrieval_failed'
+  if is_skipped:
+    return 'skipped'
   return 'truncated' if row.truncated else 'answered'

@@ -400,7 +400,8 @@ class Run:
       metrics = diagnostics.update_summary(policy_updates)
       episodes = [episode for part in policy_updates for episode in part.episodes]
       metrics |= episodes_lib.summarize_update(episodes)
-      metrics |= outcomes.as_metrics('outcome', outcomes.count(episodes))
+      counts = outcomes.of_update([(x.episodes, x.step_metrics) for x in policy_updates])
+      metrics |= outcomes.as_metrics('outcome', counts)
       self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
     self.journal.record('train', n, self.records)
     learner = self.learners.first
