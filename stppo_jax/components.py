@@ -66,18 +66,6 @@ class Components:
   retriever: Callable[..., Any]
   source: Callable[[str], list[Task]]  # split -> tasks
 
-  @property
-  def policies(self) -> tuple[str, ...]:
-    """Names of the policies that are trained: one for each role, or '' for one that plays all."""
-    if self.config.model.role_parameters == 'shared':
-      return ('',)
-    if not self.env.roles:
-      raise UserError(
-          f"config.model.role_parameters='own': {self.config.env.kind} has one agent and no roles: "
-          "set it to 'shared'"
-      )
-    return self.env.roles
-
   def make_retriever(self) -> retrieval_lib.Retriever | None:
     """Returns the retriever with its corpus, or None if the environment does not search."""
     if 'retriever' not in self.env.settings:
@@ -145,15 +133,6 @@ def resolve(config: Config) -> Components:
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
   return Components(config, kind, retriever, _task_source(config.data.source))
-
-
-def check_one_policy(config: Config) -> None:
-  """Raises a UserError if several policies are trained, which no plan can be made for."""
-  if config.model.role_parameters == 'own':
-    raise UserError(
-        "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
-        'count parameters and optimizers once per role'
-    )
 
 
 def make_agent(

@@ -210,6 +210,15 @@ def _check_roles(config: Config) -> None:
     )
 
 
+def check_one_policy(config: Config) -> None:
+  """Raises a UserError if several policies are trained, which no plan can be made for."""
+  if config.model.role_parameters == 'own':
+    raise UserError(
+        "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
+        'count parameters and optimizers once per role'
+    )
+
+
 def _check_replay(config: Config) -> None:
   """Checks that nothing is set for sampling if saved batches are replayed."""
   rollout = config.rollout

@@ -4,10 +4,11 @@ The scores are paired: only questions that both have played count, and the inter
 mean difference over these questions.
 """
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import glob
-import json
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,13 @@ from stppo_jax.evaluation import table
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.trajectories import saved
 from stppo_jax.types import UserError
 
 Samples = Mapping[str, list[types.Episode]]  # id of a question -> its samples
+Episodes = Sequence[types.Episode]
+Settings = Mapping[str, Any]  # path -> value
+Rows = list[Sequence[str]]  # of a table
 
 
 def text(first: str, second: str) -> str:
@@ -46,13 +51,15 @@ def read_settings(folder: str) -> dict[str, Any]:
   settings = workdir_lib.read_settings(folder)
   if not settings:
     raise UserError(f'{folder} has no config.json: give the workdir of a run')
-  return workdir_lib.flatten(settings | {'provenance': provenance.newest(folder)})
+  settings['provenance'] = provenance.newest(folder)
+  return workdir_lib.flatten(settings)
 
 
 def newest_episodes(folder: str) -> str:
   """Returns the file with the newest held-out episodes of a run or of an evaluation folder."""
   place = glob.escape(folder)
-  paths = sorted(glob.glob(f'{place}/episodes/eval_*.jsonl')) + glob.glob(f'{place}/episodes.jsonl')
+  paths = sorted(glob.glob(f'{place}/episodes/eval_*.jsonl'))
+  paths += glob.glob(f'{place}/episodes.jsonl')
   if not paths:
     raise UserError(
         f'{folder} has no held-out episodes: give the workdir of a run, or an evaluation folder '
@@ -64,9 +71,8 @@ def newest_episodes(folder: str) -> str:
 def read_episodes(path: str) -> list[types.Episode]:
   """Returns the episodes of a file."""
   try:
-    with open(path, encoding='utf-8') as lines:
-      return [types.Episode.from_dict(json.loads(line)) for line in lines]
-  except (OSError, ValueError, LookupError, TypeError) as error:
+    return [types.Episode.from_dict(record) for record in saved.read_records(path)]
+  except (ValueError, LookupError, TypeError) as error:
     raise UserError(f'{path} is not a file of episodes ({error})') from error
 
 
@@ -75,54 +81,59 @@ def paired(first: Samples, second: Samples, metric: str) -> list[statistics.Esti
 
   Samples of a question are averaged first. Questions are resampled within each data set.
   """
-  strata: dict[str, list[list[float]]] = {}
+  strata = collections.defaultdict(list)
   for name in sorted(first.keys() & second.keys()):
     a = _mean(first[name], metric)
     b = _mean(second[name], metric)
-    strata.setdefault(first[name][0].task.dataset, []).append([a, b, b - a])
-  tables = [np.array(rows) for rows in strata.values()]
+    dataset = first[name][0].task.dataset
+    strata[dataset].append((a, b, b - a))
+  mean = functools.partial(np.mean, axis=-1)
   estimates = []
   for column in range(3):
-    values = [rows[:, column] for rows in tables]
-    estimates.append(statistics.bootstrap(lambda x: x.mean(axis=-1), [values]))
+    values = [np.array(rows)[:, column] for rows in strata.values()]
+    estimates.append(statistics.bootstrap(mean, [values]))
   return estimates
 
 
-def _mean(episodes: Sequence[types.Episode], metric: str) -> float:
-  if metric == 'score':
-    return float(np.mean([episode.score for episode in episodes]))
-  return float(np.mean([episode.metrics.get(metric, 0.0) for episode in episodes]))
+def _mean(episodes: Episodes, metric: str) -> float:
+  values = []
+  for episode in episodes:
+    value = episode.score
+    if metric != 'score':
+      value = episode.metrics.get(metric, 0.0)
+    values.append(value)
+  return float(np.mean(values))
 
 
-def _setting_rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Sequence[str]]:
-  rows: list[Sequence[str]] = [('setting', 'A', 'B')]
+def _setting_rows(first: Settings, second: Settings) -> Rows:
+  rows: Rows = [('setting', 'A', 'B')]
   for name in sorted(first.keys() | second.keys()):
-    if first.get(name) != second.get(name):
-      rows.append((name, repr(first.get(name)), repr(second.get(name))))
+    a = first.get(name)
+    b = second.get(name)
+    if a != b:
+      rows.append((name, repr(a), repr(b)))
   return rows
 
 
-def _score_rows(
-    first: Sequence[types.Episode], second: Sequence[types.Episode]
-) -> list[Sequence[str]]:
-  rows: list[Sequence[str]] = [('score', 'questions', 'A', 'B', 'B - A')]
+def _score_rows(first: Episodes, second: Episodes) -> Rows:
+  rows: Rows = [('score', 'questions', 'A', 'B', 'B - A')]
   metrics = dict.fromkeys(name for episode in first for name in episode.core_metrics)
   others = records.samples_by_agent(second)
   for prefix, samples in records.samples_by_agent(first).items():
-    shared = samples.keys() & others.get(prefix, {}).keys()
+    other_samples = others.get(prefix, {})
+    shared = samples.keys() & other_samples.keys()
     if not shared:
       raise UserError('A and B have no question in common: evaluate them on the same split')
     for metric in [*metrics, 'score']:
-      cells = map(table.cell, paired(samples, others[prefix], metric))
+      cells = map(table.cell, paired(samples, other_samples, metric))
       rows.append((prefix + metric, str(len(shared)), *cells))
   return rows
 
 
-def _outcome_rows(
-    first: Sequence[types.Episode], second: Sequence[types.Episode]
-) -> list[Sequence[str]]:
-  rows: list[Sequence[str]] = [('outcome', 'A', 'B')]
-  counts = outcomes.count(second)
-  for name, number in outcomes.count(first).items():
-    rows.append((name, str(number), str(counts[name])))
+def _outcome_rows(first: Episodes, second: Episodes) -> Rows:
+  rows: Rows = [('outcome', 'A', 'B')]
+  first_counts = outcomes.count(first)
+  second_counts = outcomes.count(second)
+  for name, number in first_counts.items():
+    rows.append((name, str(number), str(second_counts[name])))
   return rows

@@ -14,6 +14,7 @@ from stppo_jax.cli import config_file
 from stppo_jax.cli import doc_pages
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import help as help_lib
+from stppo_jax.cli import signals
 from stppo_jax.cli.flags import Flags
 from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
@@ -87,15 +88,14 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     return 0
 
   workdir = flags.workdir or os.path.join('runs', config.name)
-  command = Command(config, workdir, flags, parsed.operands)
-  if mode.one_process:
-    return mode.run(command)
-  if config.train.deterministic:
-    from stppo_jax.distributed import determinism
+  if mode.starts_jax:
+    if config.train.deterministic:
+      from stppo_jax.distributed import determinism
 
-    determinism.enable()  # before JAX starts the devices
-  _start_jax(flags, workdir)
-  code = mode.run(command)
+      determinism.enable()  # before JAX starts the devices
+    _start_jax(flags, workdir)
+  with signals.handled() as stop_requested:
+    code = mode.run(Command(config, workdir, flags, parsed.operands, stop_requested))
   hosts.finish()
   return code
 
@@ -116,7 +116,7 @@ def _check_flags(flags: Flags) -> None:
           f'--{name}={value} is for {" and ".join(modes)}, and this is {flags.mode}: leave it out'
       )
   is_distributed = flags.distributed or flags.coordinator or flags.num_processes is not None
-  if is_distributed and MODES[flags.mode].one_process:
+  if is_distributed and not MODES[flags.mode].starts_jax:
     raise UserError(
         f'{flags.mode} is for one process: leave out --distributed and --coordinator; train and '
         'eval take them'

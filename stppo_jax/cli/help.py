@@ -1,7 +1,6 @@
 """The texts of --help, --help=SECTION, list and completion."""
 
 import ast
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -97,7 +96,7 @@ def section(name: str, config: Config) -> str:
   """Returns the text of --help=SECTION: its settings, as this command line sets them."""
   defaults = {path: value for path, _, value in validation.fields(Config())}
   is_algorithm = name.partition('.')[0] == 'algorithm'
-  variant_values, added = _variant_values(config) if is_algorithm else ({}, {})
+  variant_values = _variant_values(config) if is_algorithm else {}
   lines = []
   for path, rules, value in validation.fields(config):
     if path != name and not path.startswith(name + '.'):
@@ -115,15 +114,16 @@ def section(name: str, config: Config) -> str:
       lines.append(f'    [{" | ".join(choices)}]')
   if not lines:
     raise UserError(f'--help={name}: there is no such section; see --help')
-  lines += [f'--config.algorithm.options.{field}={value!r}' for field, value in added.items()]
+  for path, value in variant_values.items():
+    if path not in defaults:  # a custom variant adds it
+      name = path.removeprefix('algorithm.')
+      lines.append(f'--config.algorithm.options.{name}={value!r}')
   return '\n'.join(lines)
 
 
-def _variant_values(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the variant's values by their paths, and the fields that a custom variant adds."""
+def _variant_values(config: Config) -> dict[str, Any]:
+  """Returns the values of the config's variant, by the paths of their settings."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
   if not isinstance(variant, variants.Variant):
-    return {}, {}
-  values = variant.described()
-  names = [field.name for field in dataclasses.fields(variants.Variant)]
-  return {f'algorithm.{name}': values.pop(name) for name in names}, values
+    return {}
+  return {f'algorithm.{name}': value for name, value in variant.described().items()}

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 from typing import NamedTuple
 
 from absl import logging
 
-from stppo_jax.cli import signals
 from stppo_jax.cli.flags import Flags
 from stppo_jax.config import Config
 
@@ -27,6 +25,7 @@ class Command(NamedTuple):
   workdir: str
   flags: Flags
   operands: Sequence[str]  # words after the mode
+  stop_requested: Callable[[], bool]  # see signals.handled
 
 
 def show(text: str) -> None:
@@ -34,15 +33,16 @@ def show(text: str) -> None:
   try:
     print(text, flush=True)
   except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())  # for the flush at exit
 
 
 def train(command: Command) -> None:
   """Trains, or resumes the run in the workdir."""
   from stppo_jax.training import loop
 
-  with signals.handled() as stop_requested:
-    loop.start(command.config, command.workdir, stop_requested, command.flags.profile)
+  profile = command.flags.profile
+  loop.start(command.config, command.workdir, command.stop_requested, profile)
 
 
 def evaluate(command: Command) -> None:
@@ -51,10 +51,10 @@ def evaluate(command: Command) -> None:
 
   from stppo_jax.evaluation import job
 
-  if command.config.eval.address:
+  config = command.config
+  if config.eval.address:
     jax.config.update('jax_platforms', 'cpu')  # leaves the accelerator to the server
-  with signals.handled() as stop_requested:
-    results = job.evaluate(command.config, command.workdir, stop_requested)
+  results = job.evaluate(config, command.workdir, command.stop_requested)
   if results is not None:
     print(results.table)
     logging.info('episodes and results are in %s', results.folder)
@@ -65,8 +65,9 @@ def sample(command: Command) -> None:
   from stppo_jax.evaluation import sample as sample_lib
 
   batches = command.flags.batches
-  with signals.handled() as stop_requested:
-    print(sample_lib.sample(command.config, command.workdir, batches, stop_requested))
+  stop_requested = command.stop_requested
+  text = sample_lib.sample(command.config, command.workdir, batches, stop_requested)
+  print(text)
 
 
 def export(command: Command) -> None:
@@ -81,9 +82,10 @@ def serve(command: Command) -> None:
   from stppo_jax.evaluation import policy as policy_lib
   from stppo_jax.serving import gateway
 
-  load = functools.partial(policy_lib.policy, command.config, command.workdir)
-  with signals.handled() as stop_requested:
-    gateway.serve(command.config, load, command.flags.port, stop_requested)
+  config = command.config
+  port = command.flags.port
+  load = lambda: policy_lib.policy(config, command.workdir)
+  gateway.serve(config, load, port, command.stop_requested)
 
 
 def chat(command: Command) -> None:
@@ -91,8 +93,9 @@ def chat(command: Command) -> None:
   from stppo_jax.evaluation import chat as chat_lib
   from stppo_jax.evaluation import policy as policy_lib
 
-  policy = policy_lib.policy(command.config, command.workdir)
-  chat_lib.chat(command.config, policy.model, policy.params, policy.description)
+  config = command.config
+  policy = policy_lib.policy(config, command.workdir)
+  chat_lib.chat(config, policy.model, policy.params, policy.description)
 
 
 def plan(command: Command) -> int:
@@ -123,8 +126,8 @@ def watch(command: Command) -> None:
   """Shows a run, or a folder of runs, in a browser while they train."""
   from stppo_jax.monitoring import viewer
 
-  with signals.handled() as stop_requested, contextlib.suppress(KeyboardInterrupt):
-    viewer.serve(command.workdir, command.flags.port, stop_requested)
+  with contextlib.suppress(KeyboardInterrupt):
+    viewer.serve(command.workdir, command.flags.port, command.stop_requested)
 
 
 def export_atif(command: Command) -> None:
@@ -132,11 +135,13 @@ def export_atif(command: Command) -> None:
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_writer
 
-  source = command.flags.input or os.path.join(command.workdir, 'episodes')
-  folder = os.path.join(command.workdir, 'atif')
   config = command.config
+  workdir = command.workdir
+  source = command.flags.input or os.path.join(workdir, 'episodes')
+  folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
-  atif_writer.write_folder(source, folder, tokenizer, config.model.folder, config.serve.tool_form)
+  form = config.serve.tool_form
+  atif_writer.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
 
@@ -146,6 +151,7 @@ def import_atif(command: Command) -> None:
   from stppo_jax.trajectories import atif_reader
 
   config = command.config
+  source = command.flags.input
   reader = atif_reader.AtifReader(
       prepare.load_tokenizer(config),
       config.serve.tool_form,
@@ -153,7 +159,7 @@ def import_atif(command: Command) -> None:
       command.flags.retokenize,
   )
   folder = os.path.join(command.workdir, 'episodes')
-  atif_reader.read_folder(command.flags.input, folder, reader, config.train.episodes)
+  atif_reader.read_folder(source, folder, reader, config.train.episodes)
   print(folder)
 
 
@@ -161,7 +167,8 @@ def new(command: Command) -> None:
   """Makes a folder NAME with an environment, a config, a test and a README."""
   from stppo_jax.cli import new as new_lib
 
-  print(new_lib.make(command.operands[0]))
+  (name,) = command.operands
+  print(new_lib.make(name))
 
 
 def doctor(command: Command) -> int:
@@ -175,7 +182,8 @@ def compare(command: Command) -> None:
   """Compares the configs and the held-out scores of two runs, or of two evaluation folders."""
   from stppo_jax.cli import compare as compare_lib
 
-  show(compare_lib.text(*command.operands))
+  first, second = command.operands
+  show(compare_lib.text(first, second))
 
 
 def list_all(command: Command) -> None:
@@ -190,7 +198,8 @@ def completion(command: Command) -> None:
   """Prints the completion for a SHELL: bash or zsh."""
   from stppo_jax.cli import help as help_lib
 
-  show(help_lib.completion(command.operands[0]))
+  (shell,) = command.operands
+  show(help_lib.completion(shell))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,24 +211,24 @@ class Mode:
   operands: tuple[str, ...] = ()  # names of the words after the mode
   reads_config: bool = True
   reads_run: bool = False  # without --config it uses WORKDIR/config.json
-  one_process: bool = False
+  starts_jax: bool = False  # as one of several processes, or alone
 
 
 MODES = {
-    'train': Mode(train, flags=('profile',)),
-    'eval': Mode(evaluate, reads_run=True),
-    'sample': Mode(sample, flags=('batches',), reads_run=True),
-    'export': Mode(export, reads_run=True),
-    'serve': Mode(serve, flags=('port',), reads_run=True),
-    'chat': Mode(chat, reads_run=True),
-    'plan': Mode(plan, flags=('topology',), one_process=True),
-    'report': Mode(report, one_process=True),
-    'watch': Mode(watch, flags=('port',), one_process=True),
-    'export_atif': Mode(export_atif, flags=('input',), one_process=True),
-    'import_atif': Mode(import_atif, flags=('input', 'retokenize'), one_process=True),
-    'new': Mode(new, operands=('NAME',), reads_config=False, one_process=True),
-    'doctor': Mode(doctor, flags=('topology',), one_process=True),
-    'compare': Mode(compare, operands=('RUN', 'RUN'), reads_config=False, one_process=True),
-    'list': Mode(list_all, reads_config=False, one_process=True),
-    'completion': Mode(completion, operands=('SHELL',), reads_config=False, one_process=True),
+    'train': Mode(train, flags=('profile',), starts_jax=True),
+    'eval': Mode(evaluate, reads_run=True, starts_jax=True),
+    'sample': Mode(sample, flags=('batches',), reads_run=True, starts_jax=True),
+    'export': Mode(export, reads_run=True, starts_jax=True),
+    'serve': Mode(serve, flags=('port',), reads_run=True, starts_jax=True),
+    'chat': Mode(chat, reads_run=True, starts_jax=True),
+    'plan': Mode(plan, flags=('topology',)),
+    'report': Mode(report),
+    'watch': Mode(watch, flags=('port',)),
+    'export_atif': Mode(export_atif, flags=('input',)),
+    'import_atif': Mode(import_atif, flags=('input', 'retokenize')),
+    'new': Mode(new, operands=('NAME',), reads_config=False),
+    'doctor': Mode(doctor, flags=('topology',)),
+    'compare': Mode(compare, operands=('RUN', 'RUN'), reads_config=False),
+    'list': Mode(list_all, reads_config=False),
+    'completion': Mode(completion, operands=('SHELL',), reads_config=False),
 }

@@ -18,6 +18,8 @@ def make(name: str) -> str:
   os.mkdir(name)
   command = 'python run.py' if os.path.exists('run.py') else 'stppo'
   for template in _TEMPLATES.iterdir():
-    text = template.read_text(encoding='utf-8').replace('NAME', name).replace('COMMAND', command)
-    pathlib.Path(name, template.name.removesuffix('.txt')).write_text(text, encoding='utf-8')
+    text = template.read_text(encoding='utf-8')
+    text = text.replace('NAME', name).replace('COMMAND', command)
+    path = pathlib.Path(name, template.name.removesuffix('.txt'))
+    path.write_text(text, encoding='utf-8')
   return f'{name}/README.md has the commands. First: {command} --config={name}/config.py:smoke'

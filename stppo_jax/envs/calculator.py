@@ -27,7 +27,8 @@ def calculator(expression: str) -> str:
   """
   if len(expression) > _MAX_CHARS:
     raise ValueError(f'at most {_MAX_CHARS} characters are allowed')
-  value = _value(ast.parse(expression.strip().replace('^', '**'), mode='eval').body)
+  source = expression.strip().replace('^', '**')
+  value = _value(ast.parse(source, mode='eval').body)
   return f'{value:.12g}' if isinstance(value, float) else str(value)
 
 
@@ -35,13 +36,15 @@ def _value(node):
   """Returns the value of a node of the syntax tree."""
   if isinstance(node, ast.Constant) and type(node.value) in (int, float):
     return node.value
-  if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-    return _OPERATORS[type(node.op)](_value(node.operand))
-  if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+  apply = _OPERATORS.get(type(getattr(node, 'op', None)))
+  if isinstance(node, ast.UnaryOp) and apply:
+    return apply(_value(node.operand))
+  if isinstance(node, ast.BinOp) and apply:
     left = _value(node.left)
     right = _value(node.right)
-    if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-      if abs(left).bit_length() * abs(right) > _MAX_BITS:
+    if apply is operator.pow and isinstance(left, int) and isinstance(right, int):
+      size = abs(left).bit_length() * abs(right)
+      if size > _MAX_BITS:
         raise ValueError('the power is too large')
-    return _OPERATORS[type(node.op)](left, right)
+    return apply(left, right)
   raise ValueError('numbers, + - * / // % ** and brackets are allowed')

@@ -37,6 +37,21 @@ class EnvFactory:
     """One row for each agent. A program's episode may have more."""
     return max(1, len(self.roles))
 
+  def policies(self, role_parameters: str) -> tuple[str, ...]:
+    """Returns names of the policies that are trained: one per role, or '' for one that plays all.
+
+    Args:
+      role_parameters: config.model.role_parameters.
+    """
+    if role_parameters == 'shared':
+      return ('',)
+    if not self.roles:
+      raise types.UserError(
+          "config.model.role_parameters='own': the environment has one agent and no roles: set it "
+          "to 'shared'"
+      )
+    return self.roles
+
   def has_rows_of(self, episodes: Sequence[types.Episode]) -> bool:
     """Returns whether each of these episodes has the rows that this environment gives."""
     names = self.roles or ('',)

@@ -136,14 +136,14 @@ def _one_or_list(values):
 
 
 def _policies(config):
-  """Returns `Components.policies`. Imports the environment only if each role has a policy."""
+  """Returns `EnvFactory.policies`. Imports the environment only if each role has a policy."""
   if config.model.role_parameters == 'shared':
     return ('',)
-  return components.resolve(config).policies
+  return components.resolve(config).env.policies('own')
 
 
 def _read(config, workdir):
-  """Returns (models, {policy: its trained parameters}, updates): see `Components.policies`.
+  """Returns (models, {policy: its trained parameters}, updates): see `EnvFactory.policies`.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.
   """

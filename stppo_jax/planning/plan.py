@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
@@ -113,7 +112,7 @@ def make(config: Config, topology: str = '') -> Plan:
   UserError: an impossible topology, mesh or model. RunError: a compiler failed.
   """
   validation.validate(config)
-  components.check_one_policy(config)
+  validation.check_one_policy(config)
   devices, chip = topologies.devices_of(topology)
   mesh = sharding.mesh_of(config.mesh, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)

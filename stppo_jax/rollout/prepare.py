@@ -49,7 +49,7 @@ class Prepared:
   tokenizer: tokenizer_lib.Tokenizer
   env: factory.EnvFactory  # with its retriever
   retriever: Any
-  policies: tuple[str, ...]  # see `Components.policies`
+  policies: tuple[str, ...]  # see `EnvFactory.policies`
 
 
 def prepare(config) -> Prepared:
@@ -60,7 +60,7 @@ def prepare(config) -> Prepared:
   model = load_shape(config)
   _check_positions(config, model, 'model.folder')
   parts = components.resolve(config)
-  policies = parts.policies
+  policies = parts.env.policies(config.model.role_parameters)
   tokenizer = load_tokenizer(config, parts.env.frame)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:

@@ -131,7 +131,7 @@ class Learner:
 
 @dataclasses.dataclass
 class Learners:
-  """The learners of a run, by the names of their policies (see `Components.policies`).
+  """The learners of a run, by the names of their policies (see `EnvFactory.policies`).
 
   The policies have the same shapes. They share the compiled functions and what is frozen.
 
