@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -33,7 +34,14 @@ _CONTENT_CHANGES: tuple[Callable[[str], str], ...] = (
     str.strip,
     functools.partial(json.dumps, ensure_ascii=False),
 )
-_Messages = list[dict[str, str]]
+_PROBE = ' Probe "1"\n '
+# Two code points that are no characters: text between them is the id of an added token.
+_OPEN = '\ufdd0'
+_CLOSE = '\ufdd1'
+_MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
+_TURN = 'The-agent-says-this'
+
+Ids = Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +58,60 @@ class Tokenizer:
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
   passage_library: tokenizers.Tokenizer  # without control tokens and other added tokens
   added_ids: frozenset[int]  # ids that `passage_library` lacks
+  any_added: re.Pattern[str]  # finds the texts of added tokens
+  special_added: re.Pattern[str]  # finds those that are special, unlike Qwen3's <think>
 
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
     library = self.control_library if control else self.text_library
-    return library.encode(valid(text), add_special_tokens=False).ids
+    encoding = library.encode(valid(text), add_special_tokens=False)
+    return encoding.ids
 
-  def find_controls(self, text: str) -> tuple[tokenizers.Encoding, list[int]]:
-    """Returns the encoding of a text, and the places of its control tokens."""
+  def mark(self, value: Any, only_special: bool = False) -> Any:
+    """Returns a JSON value in whose texts the added tokens are marked.
+
+    A chat template shows a marked text as any other. `encode_marked` makes plain text of it.
+    """
+    if isinstance(value, str):
+      pattern = self.special_added if only_special else self.any_added
+      text = value.replace(_OPEN, '?').replace(_CLOSE, '?')
+      return pattern.sub(self._mark_token, text)
+    if isinstance(value, Mapping):
+      items = self.mark([*value.items()], only_special)
+      return dict(items)
+    if isinstance(value, (list, tuple)):
+      return [self.mark(item, only_special) for item in value]
+    return value
+
+  def _mark_token(self, match: re.Match[str]) -> str:
+    return f'{_OPEN}{self.control_library.token_to_id(match[0])}{_CLOSE}'
+
+  def encode_marked(self, text: str) -> list[int]:
+    """Returns the ids of a template's text. Added tokens are tokens unless they are marked.
+
+    Each text between two of them is encoded as one.
+    """
+    text = valid(text)
     encoding = self.control_library.encode(text, add_special_tokens=False)
-    return encoding, [i for i, token in enumerate(encoding.ids) if token in self.added_ids]
+    ids: list[int] = []
+    end = 0
+    for token, (start, stop) in zip(encoding.ids, encoding.offsets):
+      if token in self.added_ids:
+        ids += self._encode_unmarked(text[end:start])
+        ids.append(token)
+        end = stop
+    return ids + self._encode_unmarked(text[end:])
+
+  def _encode_unmarked(self, text: str) -> list[int]:
+    text = _MARKED.sub(lambda match: self.decode([int(match[1])]), text)
+    return self.encode_plain(text)
+
+  def without_end(self, ids: list[int], turn: Ids) -> list[int]:
+    """Returns the ids after a sampled turn, without the template's end of a turn if it has it."""
+    turn_has_end = len(turn) > 0 and turn[-1] in self.eos_ids
+    if turn_has_end and ids[:1] == [turn[-1]]:
+      return ids[1:]
+    return ids
 
   def encode_passage(self, text: str) -> list[int]:
     """Returns ids of an untrusted text: no added tokens, and none of our tags.
@@ -75,17 +127,16 @@ class Tokenizer:
     """Returns ids of a text, none of which is an added token."""
     return self.passage_library.encode(valid(text), add_special_tokens=False).ids
 
-  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+  def decode(self, ids: Ids) -> str:
     """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
-    return b''.join(self._bytes(i) for i in ids).decode('utf-8', 'replace')
-
-  def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-    """Returns one printable string per token, for reports; replaces bytes that are not UTF-8."""
-    return [self._bytes(i).decode('utf-8', 'replace') for i in ids]
-
-  def _bytes(self, token_id: int) -> bytes:
     # Models pad their vocabulary (Qwen2.5: 151,936 rows for 151,665 tokens): such ids are empty.
-    return self.token_bytes[token_id] if token_id < self.vocab_size else b''
+    token_bytes = [self.token_bytes[i] for i in ids if i < self.vocab_size]
+    text = b''.join(token_bytes)
+    return text.decode('utf-8', 'replace')
+
+  def pieces(self, ids: Ids) -> list[str]:
+    """Returns one printable string per token, for reports; replaces bytes that are not UTF-8."""
+    return [self.decode([i]) for i in ids]
 
 
 def load_tokenizer(
@@ -116,6 +167,8 @@ def load_tokenizer(
   text_library.encode_special_tokens = True
   settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
   token_bytes = _token_bytes(path, definition, control_library)
+  added_by_id = control_library.get_added_tokens_decoder()
+  added = list(added_by_id.values())
   eos_ids = _eos_ids(folder, settings, control_library)
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
@@ -130,8 +183,18 @@ def load_tokenizer(
       text_library=text_library,
       control_library=control_library,
       passage_library=passage_library,
-      added_ids=frozenset(control_library.get_added_tokens_decoder()),
+      added_ids=frozenset(added_by_id),
+      any_added=_pattern(added),
+      special_added=_pattern([token for token in added if token.special]),
   )
+
+
+def _pattern(tokens: Sequence[tokenizers.AddedToken]) -> re.Pattern[str]:
+  """Returns a pattern that finds the text of any of the tokens, the longest first."""
+  texts = [token.content for token in tokens if token.content]
+  texts.sort(key=len, reverse=True)
+  any_text = '|'.join(map(re.escape, texts))
+  return re.compile(any_text or '(?!)')
 
 
 def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -153,49 +216,49 @@ def encode_prompt(
   """
   if tokenizer.render is None:
     return tokenizer.encode(declaration + user_message)
-  before, after, change = _around(tokenizer, [], 'user', tools)
-  if tools and tools[0]['function']['name'] not in before + after:
-    user_message = declaration + user_message
-  return _Frame.split(tokenizer, before, after, change).around(user_message, tokenizer.encode)
+  frame = _make_frame(tokenizer, [], 'user', tools)
+  if tools:
+    name = tools[0]['function']['name']
+    if name not in frame.before + frame.after:
+      user_message = declaration + user_message
+  content = tokenizer.mark(user_message, only_special=True)
+  return tokenizer.encode_marked(frame.around(content))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Frame:
-  """The template around a message: control tokens, and text between them and the message.
+class _Frame(NamedTuple):
+  """A chat template around a message."""
 
-  before_ids | before_text content after_text | after_ids
-  The middle is encoded as one text, as a tokenizer does that first splits at control tokens.
-  """
-
-  before_ids: tuple[int, ...]
-  before_text: str
-  after_text: str
-  after_ids: tuple[int, ...]
+  before: str
+  after: str
   change: Callable[[str], str]  # one of _CONTENT_CHANGES
 
-  @classmethod
-  def split(
-      cls, tokenizer: Tokenizer, before: str, after: str, change: Callable[[str], str]
-  ) -> '_Frame':
-    """Splits the template's text before and after a message."""
-    before_ids: list[int] = []
-    after_ids: list[int] = []
-    encoding, controls = tokenizer.find_controls(before)
-    if controls:
-      last = controls[-1]
-      before_ids = encoding.ids[: last + 1]
-      before = before[encoding.offsets[last][1] :]
-    encoding, controls = tokenizer.find_controls(after)
-    if controls:
-      first = controls[0]
-      after_ids = encoding.ids[first:]
-      after = after[: encoding.offsets[first][0]]
-    return cls(tuple(before_ids), before, after, tuple(after_ids), change)
+  def around(self, content: str) -> str:
+    """Returns the template's text of a message."""
+    return self.before + self.change(content) + self.after
 
-  def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Returns the message with the template's tokens before and after it."""
-    text = self.before_text + self.change(content) + self.after_text
-    return [*self.before_ids, *encode(text), *self.after_ids]
+
+def _make_frame(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, str]], role: str, tools: Sequence[dict] = ()
+) -> _Frame:
+  """Returns the template around one more message with this role."""
+  assert tokenizer.render is not None
+  options = {'tools': list(tools)} if tools else {}
+  message = {'role': role, 'content': _PROBE}
+  try:
+    text = tokenizer.render([*messages, message], **options)
+  except Exception as error:  # a template may raise anything
+    raise types.UserError(
+        f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
+        "give another model, or an environment with another `frame`, such as 'inline'"
+    ) from error
+  for change in _CONTENT_CHANGES:
+    before, found, after = text.partition(change(_PROBE))
+    if found:
+      return _Frame(before, after, change)
+  raise types.UserError(
+      f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way '
+      "that is not supported: give another model, or an environment with frame = 'inline'"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,37 +269,34 @@ class Framing:
   limit: int  # tokens of an observation, the template's included
   frame: _Frame | None  # None: inline
 
-  def encode(self, text: str, turn: Sequence[int] | np.ndarray) -> list[int]:
-    """Returns the ids that follow the agent's `turn` up to where its next turn begins.
+  def encode(self, text: str, turn: Ids) -> list[int]:
+    """Returns at most `limit` ids, from the agent's `turn` up to where its next turn begins.
 
-    The template's end of an assistant turn is left out if the agent has sampled it.
+    A text that is too long is cut, but keeps a closing tag at its end.
     """
     if self.frame is None:
       return encode_observation(self.tokenizer, text, self.limit)
-    ids = self.frame.around(self._cut(text), self.tokenizer.encode_plain)
-    ends = len(turn) > 0 and turn[-1] in self.tokenizer.eos_ids
-    has_end = ends and ids[:1] == [turn[-1]]
-    return ids[1:] if has_end else ids
-
-  def _cut(self, text):
-    """Returns the text, cut so that it fits with its frame; keeps a closing tag."""
-    assert self.frame is not None
-    encode = self.tokenizer.encode_plain
     start = text.rfind(CLOSING_TAG)
     if start < 0:
       start = len(text)
-    head = text[:start]
+    head = text[:start][: self.limit * LONGEST_TOKEN]
     tail = text[start:]
-    least = len(self.frame.around('', encode)) + len(encode(tail))
-    if least > self.limit:
+    ids = self._around(head + tail)
+    while len(ids) > self.limit and head:
+      length = len(head) * self.limit // len(ids)
+      head = head[: min(length, len(head) - 1)]
+      ids = self._around(head + tail)
+    if len(ids) > self.limit:
       raise types.UserError(
-          f'an observation limit of {self.limit} tokens cannot hold the {least} tokens of the chat '
-          "template's turn: raise config.rollout.max_observation"
+          f'an observation limit of {self.limit} tokens cannot hold the {len(ids)} tokens of the '
+          "chat template's turn: raise config.rollout.max_observation"
       )
-    head = head[: self.limit * LONGEST_TOKEN]
-    while (size := len(self.frame.around(head + tail, encode))) > self.limit and head:
-      head = head[: min(len(head) - 1, len(head) * self.limit // size)]
-    return head + tail
+    return self.tokenizer.without_end(ids, turn)
+
+  def _around(self, text: str) -> list[int]:
+    assert self.frame is not None
+    content = self.tokenizer.mark(text)
+    return self.tokenizer.encode_marked(self.frame.around(content))
 
 
 def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
@@ -252,44 +312,18 @@ def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
         f'the environment puts observations into {frame!r} turns, and {tokenizer.folder!r} has no '
         "chat template: give a model with one, or an environment with frame = 'inline'"
     )
-  asked = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _ANSWER}]
-  before, after, change = _around(tokenizer, asked, frame)
-  if before.count(_ANSWER) != 1:
+  question = {'role': 'user', 'content': 'Q'}
+  turn = {'role': 'assistant', 'content': _TURN}
+  around = _make_frame(tokenizer, [question, turn], frame)
+  if around.before.count(_TURN) != 1:
     raise types.UserError(
         f'the chat template of {tokenizer.folder!r} does not show an assistant turn as it is: '
         "give an environment with frame = 'inline'"
     )
-  before = before.partition(_ANSWER)[2]
-  framing = Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, change))
+  after_turn = around.before.partition(_TURN)[2]
+  framing = Framing(tokenizer, limit, around._replace(before=after_turn))
   framing.encode('', ())  # a limit that the template's own tokens fill is an error now
   return framing
-
-
-_ANSWER = 'The-agent-says-this'
-
-
-def _around(
-    tokenizer: Tokenizer, messages: _Messages, role: str, tools: Sequence[dict] = ()
-) -> tuple[str, str, Callable[[str], str]]:
-  """Returns (text before, text after, change) of the content of one more message with this role."""
-  assert tokenizer.render is not None
-  probe = ' Probe "1"\n '
-  try:
-    also = {'tools': list(tools)} if tools else {}
-    text = tokenizer.render([*messages, {'role': role, 'content': probe}], **also)
-  except Exception as error:  # a template may raise anything
-    raise types.UserError(
-        f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
-        "give another model, or an environment with another `frame`, such as 'inline'"
-    ) from error
-  for change in _CONTENT_CHANGES:
-    before, found, after = text.partition(change(probe))
-    if found:
-      return before, after, change
-  raise types.UserError(
-      f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way '
-      "that is not supported: give another model, or an environment with frame = 'inline'"
-  )
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
@@ -300,7 +334,8 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
-    return tokenizer.encode(text[: limit * LONGEST_TOKEN])[:limit]
+    head = text[: limit * LONGEST_TOKEN]
+    return tokenizer.encode(head)[:limit]
   tail = tokenizer.encode(text[start:])
   if len(tail) > limit:
     raise types.UserError(
@@ -310,7 +345,8 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   opening = _OPENING.match(text)
   inside = opening.end() if opening else 0
   passages = text[inside:start][: limit * LONGEST_TOKEN]
-  ids = tokenizer.encode(text[:inside]) + tokenizer.encode_passage(passages)
+  ids = tokenizer.encode(text[:inside])
+  ids += tokenizer.encode_passage(passages)
   return ids[: limit - len(tail)] + tail
 
 
@@ -320,16 +356,19 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) ->
   An Aho-Corasick automaton over bytes, lifted to tokens by following each token's bytes. So a stop
   string is found across tokens, inside one, or followed by more bytes of its token.
   """
-  steps = _byte_automaton([s.encode('utf-8') for s in stop_strings])  # [states, 256]
-  lengths = np.array([len(b) for b in token_bytes], np.int64)
+  patterns = [text.encode('utf-8') for text in stop_strings]
+  steps = _byte_automaton(patterns)  # [states, 256]
+  lengths = np.array([*map(len, token_bytes)], np.int64)
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b''.join(token_bytes), np.uint8)
   states = np.arange(len(steps), dtype=np.int32)
   table = np.repeat(states[:, None], len(token_bytes), axis=1)
-  for position in range(int(lengths.max(initial=0))):
+  longest = int(lengths.max(initial=0))
+  for position in range(longest):
     longer = np.flatnonzero(lengths > position)
     next_bytes = flat[starts[longer] + position]
-    table[:, longer] = steps[table[:, longer], next_bytes[None]]
+    before = table[:, longer]
+    table[:, longer] = steps[before, next_bytes[None]]
   return table
 
 
@@ -340,7 +379,9 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
   """
   if b'' in patterns:
     raise types.UserError('an empty stop string was given: leave it out or give its text')
-  prefixes = {pattern[:n] for pattern in patterns for n in range(len(pattern))}
+  prefixes = set()
+  for pattern in patterns:
+    prefixes.update(pattern[:n] for n in range(len(pattern)))
   states: dict[bytes, int] = {b'': 0}
   for prefix in sorted(prefixes):
     if not any(pattern in prefix for pattern in patterns):
@@ -351,7 +392,7 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
   for prefix, state in states.items():
     for byte in set(b''.join(patterns)):
       text = prefix + bytes([byte])
-      if any(text.endswith(pattern) for pattern in patterns):
+      if text.endswith(tuple(patterns)):
         steps[state, byte] = stopped
         continue
       while text not in states:
@@ -368,13 +409,12 @@ def _without_added_tokens(definition: dict) -> str:
   """
   model = dict(definition['model'])
   added = {token['content'] for token in definition.get('added_tokens') or ()}
-  merged = set()
-  for merge in model.get('merges', ()):
-    pair = merge.split(' ') if isinstance(merge, str) else merge
-    merged.add(''.join(pair))
-  if isinstance(model['vocab'], dict):  # others are refused by name, further on
+  # A merge is 'a b' or ['a', 'b'].
+  merged = {''.join(merge).replace(' ', '') for merge in model.get('merges', ())}
+  vocab = model['vocab']
+  if isinstance(vocab, dict):  # others are refused by name, further on
     removed = added - merged
-    model['vocab'] = {name: i for name, i in model['vocab'].items() if name not in removed}
+    model['vocab'] = {name: i for name, i in vocab.items() if name not in removed}
   changes = {'model': model, 'added_tokens': [], 'post_processor': None}
   return json.dumps(definition | changes)
 
@@ -389,20 +429,25 @@ def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> 
   character.
   """
   added = library.get_added_tokens_decoder()
-  byte_of = {character: byte for byte, character in enumerate(_byte_alphabet())}
-  names = {i: name for name, i in library.get_vocab(with_added_tokens=True).items()}
-  if not names:
+  # The alphabet writes a printable byte as itself, and the others, in order, from U+0100 on.
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  printable = [ord(character) for character in alphabet if ord(character) < 256]
+  others = sorted(set(range(256)) - set(printable))
+  byte_of = dict(zip(alphabet, printable + others))
+  vocab = library.get_vocab(with_added_tokens=True)
+  if not vocab:
     raise types.UserError(f'{path!r} has an empty vocabulary: replace it')
-  ordinary = [name for i, name in names.items() if i not in added]
+  ordinary = [name for name, i in vocab.items() if i not in added]
   parts = [definition.get('pre_tokenizer'), definition.get('decoder')]
   byte_level = '"ByteLevel"' in json.dumps(parts)
-  if not byte_level or not byte_of.keys() >= set().union(*ordinary):
+  characters = set().union(*ordinary)
+  if not byte_level or not characters <= byte_of.keys():
     raise types.UserError(
         f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
         'supported are byte-level BPE tokenizers, such as those of Qwen2, Qwen3, Llama 3 and GPT-2'
     )
-  token_bytes = [b''] * (max(names) + 1)
-  for i, name in names.items():
+  token_bytes = [b''] * (max(vocab.values()) + 1)
+  for name, i in vocab.items():
     if i in added:
       token_bytes[i] = added[i].content.encode('utf-8')
     else:
@@ -410,36 +455,32 @@ def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> 
   return tuple(token_bytes)
 
 
-def _byte_alphabet() -> list[str]:
-  """Returns the character for each byte: itself if printable, else the next from U+0100."""
-  printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-  spare = iter(range(0x100, 0x200))
-  return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
-
-
 def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tuple[int, ...]:
   """Returns the ids that end a turn: the tokenizer's eos token and generation_config.json's."""
-  listed = _read_json(os.path.join(folder, 'generation_config.json')).get('eos_token_id')
-  named = library.token_to_id(_token_name(settings.get('eos_token')))
-  ids = [named, *(listed if isinstance(listed, list) else [listed])]
-  if not all(isinstance(i, int | None) for i in ids):
+  generation = _read_json(os.path.join(folder, 'generation_config.json'))
+  listed = generation.get('eos_token_id')
+  ids = [library.token_to_id(_token_name(settings.get('eos_token')))]
+  ids += listed if isinstance(listed, list) else [listed]
+  unique_ids = dict.fromkeys(i for i in ids if i is not None)
+  if not types.is_of([*unique_ids], list[int]):
     raise types.UserError(
         f'generation_config.json in {folder!r} has eos_token_id {listed!r}: ids are needed'
     )
-  return tuple(dict.fromkeys(i for i in ids if i is not None))
+  return tuple(unique_ids)
 
 
 def _token_name(entry: str | dict | None) -> str:
   """Returns a special token's text; files hold the text or a dictionary with its `content`."""
-  name = entry.get('content') if isinstance(entry, dict) else entry
-  return name if isinstance(name, str) else ''
+  if isinstance(entry, dict):
+    entry = entry.get('content')
+  return entry if isinstance(entry, str) else ''
 
 
 def _chat_renderer(
     folder: str, settings: dict, kwargs: Mapping, default_template: str
 ) -> Callable[..., str] | None:
-  has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
-  has_own = has_file or bool(settings.get('chat_template'))
+  path = os.path.join(folder, 'chat_template.jinja')
+  has_own = os.path.isfile(path) or bool(settings.get('chat_template'))
   if not has_own and not default_template:
     return None
   import transformers  # here, since it takes seconds and a folder without template needs none
@@ -453,8 +494,9 @@ def _chat_renderer(
     ) from error
   if not has_own:
     library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
-  fixed = dict(tokenize=False, add_generation_prompt=True)
-  return functools.partial(library.apply_chat_template, **fixed, **kwargs)
+  return functools.partial(
+      library.apply_chat_template, tokenize=False, add_generation_prompt=True, **kwargs
+  )
 
 
 def _read_json(path: str) -> dict:

@@ -7,7 +7,6 @@ mean difference over these questions.
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import glob
 from typing import Any
 
@@ -87,7 +86,7 @@ def paired(first: Samples, second: Samples, metric: str) -> list[statistics.Esti
     b = _mean(second[name], metric)
     dataset = first[name][0].task.dataset
     strata[dataset].append((a, b, b - a))
-  mean = functools.partial(np.mean, axis=-1)
+  mean = lambda x: x.mean(axis=-1)
   estimates = []
   for column in range(3):
     values = [np.array(rows)[:, column] for rows in strata.values()]

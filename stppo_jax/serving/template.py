@@ -19,12 +19,7 @@ from stppo_jax.envs import tool_calls
 
 Message = Mapping[str, Any]
 _PROBE = 'The-agent-writes-this'
-# Two code points that are no characters: text between them is the number of a control token.
-_OPEN = '\ufdd0'
-_CLOSE = '\ufdd1'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
-_ANY_MARK = re.compile(f'[{_OPEN}{_CLOSE}]')
-_MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 
 
 class TooLong(ValueError):
@@ -49,13 +44,6 @@ class Template:
     self._tool_form = tool_form
     self._max_tokens = max_tokens
     self._max_chars = max_chars
-    library = tokenizer.control_library
-    decoder = library.get_added_tokens_decoder()
-    added = [token for token in decoder.values() if token.content]
-    special = [token.content for token in added if token.special]
-    self._controls = [token.content for token in added]
-    self._any_control = _pattern(self._controls)
-    self._special_control = _pattern(special)
 
   def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
     """Returns the ids of a conversation up to where the next turn begins.
@@ -104,10 +92,7 @@ class Template:
     if not separator or _PROBE in before:
       raise ValueError('the chat template does not show an assistant turn as it is')
     ids = self._encode_rendered(after)
-    end = ids[:1]
-    if end and end == turn[-1:] and end[0] in self.tokenizer.eos_ids:
-      return ids[1:]
-    return ids
+    return self.tokenizer.without_end(ids, turn)
 
   def check(self, ids: Sequence[int]) -> None:
     """Raises TooLong for a prompt that leaves no room, and ValueError for one that is no text."""
@@ -146,7 +131,7 @@ class Template:
     options = {}
     try:  # marking raises too, for values that are nested too deeply
       if tools:
-        options['tools'] = self._mark(tools, self._any_control)
+        options['tools'] = self.tokenizer.mark(tools)
       marked = self._mark_messages(messages)
       return render(marked, **options)
     except Exception as error:  # a template may raise anything
@@ -160,56 +145,14 @@ class Template:
       is_turn = message['role'] == 'assistant'
       is_prompt = is_prompt and not is_turn
       may_hold_added = is_turn or (is_prompt and message['role'] != 'tool')
-      pattern = self._special_control if may_hold_added else self._any_control
-      marked = self._mark(message, pattern)
+      marked = self.tokenizer.mark(message, only_special=may_hold_added)
       result = _RESULT.fullmatch(message['content'])
       if result and message['role'] == 'user':  # Qwen3's template looks for these tags
-        inner = self._mark(result[2], self._any_control)
+        inner = self.tokenizer.mark(result[2])
         marked['content'] = result[1] + inner + result[3]
       marked_messages.append(marked)
     return marked_messages
 
-  def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
-    """Marks the texts of tokens in all strings of a JSON value."""
-    if isinstance(value, str):
-      mark = lambda match: f'{_OPEN}{self._controls.index(match[0])}{_CLOSE}'
-      text = _ANY_MARK.sub('?', value)
-      return pattern.sub(mark, text)
-    if isinstance(value, Mapping):
-      marked = {}
-      for key, item in value.items():
-        marked_key = self._mark(key, pattern)
-        marked[marked_key] = self._mark(item, pattern)
-      return marked
-    if isinstance(value, (list, tuple)):
-      return [self._mark(item, pattern) for item in value]
-    return value
-
   def _encode_rendered(self, text: str) -> list[int]:
-    """Encodes unmarked added tokens as such, and each text between two of them as one."""
     self._check_length(len(text))
-    library = self.tokenizer.control_library
-    valid = tokenizer_lib.valid(text)
-    encoding = library.encode(valid, add_special_tokens=False)
-    ids: list[int] = []
-    end = 0
-    for token, (start, stop) in zip(encoding.ids, encoding.offsets):
-      if token in self.tokenizer.added_ids:
-        ids += self._encode_plain(text[end:start])
-        ids.append(token)
-        end = stop
-    return ids + self._encode_plain(text[end:])
-
-  def _encode_plain(self, text: str) -> list[int]:
-    if not text:
-      return []
-    unmark = lambda match: self._controls[int(match[1])]
-    unmarked = _MARKED.sub(unmark, text)
-    return self.tokenizer.encode_plain(unmarked)
-
-
-def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
-  """Returns what finds any of the texts, the longest first."""
-  longest_first = sorted(texts, key=len, reverse=True)
-  escaped = map(re.escape, longest_first)
-  return re.compile('|'.join(escaped) or r'(?!)')
+    return self.tokenizer.encode_marked(text)
