@@ -40,7 +40,8 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
   """
   tasks: list[types.Task] = []
   seen: set[tuple[str, str]] = set()
-  for path in [_find(part, 'qa.jsonl') for part in _parts(source)]:
+  paths = [_find(part, 'qa.jsonl') for part in _parts(source)]
+  for path in paths:
     is_parquet = path.suffix == '.parquet'
     rows = _parquet_rows(path) if is_parquet else _json_rows(path)
     for number, fields in rows:
@@ -90,7 +91,8 @@ def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
 
 def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.Task]) -> None:
   """Logs a warning if questions are trained on and held out at once."""
-  common = {task.question for task in to_train_on} & {task.question for task in held_out}
+  train_questions = {task.question for task in to_train_on}
+  common = train_questions & {task.question for task in held_out}
   if common - {''}:  # a procedural task has no question
     logging.warning(
         '%d of %d held-out questions are trained on, too, and their scores mean little: give the '
@@ -108,8 +110,9 @@ def load_corpus(source: str) -> list[types.Passage]:
   """
   parts = _parts(source)
   folders = [part for part in parts if part == 'embedded' or os.path.isdir(part)]
+  paths = [_find(part, 'corpus.jsonl') for part in folders or parts]
   passages: dict[str, types.Passage] = {}
-  for path in [_find(part, 'corpus.jsonl') for part in (folders or parts)]:
+  for path in paths:
     for number, fields in _json_rows(path):
       with _explain(path, number):
         passage = _passage(fields)
@@ -150,10 +153,6 @@ class TaskStream:
   """
 
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):
-    if not tasks or batch < 1:
-      raise types.UserError(
-          f'A batch of {batch} out of {len(tasks)} questions: both must be at least 1.'
-      )
     self._tasks = list(tasks)
     self._batch = batch
     self._seed = seed
@@ -161,14 +160,13 @@ class TaskStream:
   def take(self, step: int) -> list[types.Task]:
     """Returns the questions of update `step`, counted from 0."""
     size = len(self._tasks)
-    orders: dict[int, np.ndarray] = {}
+    start = step * self._batch
+    positions = range(start, start + self._batch)
     taken = []
-    for position in range(step * self._batch, (step + 1) * self._batch):
-      epoch, offset = divmod(position, size)
-      if epoch not in orders:
-        generator = np.random.default_rng((self._seed, epoch))
-        orders[epoch] = generator.permutation(size)
-      taken.append(self._tasks[orders[epoch][offset]])
+    for epoch, part in itertools.groupby(positions, lambda position: position // size):
+      generator = np.random.default_rng((self._seed, epoch))
+      order = generator.permutation(size)
+      taken += [self._tasks[order[position % size]] for position in part]
     return taken
 
   def further(self, step: int, attempt: int, count: int, used: Collection[str]) -> list[types.Task]:
@@ -302,18 +300,8 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
   answers = _get(fields, 'answers', list[str], answers)
   if not answers:
     raise ValueError("field 'answers' is empty: at least one text is needed")
-  steps = []
-  for step in _get(fields, 'steps', list[dict[str, str]], []):
-    steps.append((step['q'], step['a']))
-  evidence = _get(fields, 'evidence', list[list[str]], [])
-  if not steps:
-    for triple in evidence:
-      if len(triple) != 3:
-        raise ValueError(
-            f"field 'evidence' holds {_shown(triple)}: [subject, relation, object] is needed"
-        )
-      subject, relation, value = triple
-      steps.append((f'{subject} {relation}', value))
+  steps = _get(fields, 'steps', list[dict[str, str]], [])
+  gold = _get(fields, 'gold', list[str], [])
   return types.Task(
       id=str(_get(fields, 'id', str | int)),
       question=_text(fields, 'question'),
@@ -321,10 +309,10 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
       dataset=_get(fields, 'dataset', str, 'unnamed'),
       split=_get(fields, 'split', str, ''),
       hops=_get(fields, 'hops', int, 0),
-      gold=tuple(_get(fields, 'gold', list[str], [])),
+      gold=tuple(gold),
       options=tuple(sorted(options.items())),
       letter=letter,
-      steps=tuple(steps),
+      steps=tuple((step['q'], step['a']) for step in steps),
   )
 
 
@@ -365,14 +353,15 @@ def _search_r1_question(fields: Mapping[str, Any]) -> str:
     return _text(fields, 'question').strip()
   messages = _get(fields, 'prompt', list[dict])
   contents = [m.get('content') for m in messages if m.get('role') == 'user']
-  question = contents[-1] if contents else ''
-  if not isinstance(question, str):
+  if not contents or not isinstance(contents[-1], str):
     raise ValueError(f'field \'prompt\' is {_shown(messages)}: a text of role "user" is needed')
+  question = contents[-1]
   lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
   if lines:
     question = question[lines[-1].end() :]
   elif 'Question:' in question:
     question = question.partition('Question:')[2]
-  if not question.strip():
+  question = question.strip()
+  if not question:
     raise ValueError('field \'prompt\' has no question: a message of role "user" is needed')
-  return question.strip()
+  return question

@@ -461,12 +461,11 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
   listed = generation.get('eos_token_id')
   ids = [library.token_to_id(_token_name(settings.get('eos_token')))]
   ids += listed if isinstance(listed, list) else [listed]
-  unique_ids = dict.fromkeys(i for i in ids if i is not None)
-  if not types.is_of([*unique_ids], list[int]):
+  if not types.is_of(ids, list[int | None]):
     raise types.UserError(
         f'generation_config.json in {folder!r} has eos_token_id {listed!r}: ids are needed'
     )
-  return tuple(unique_ids)
+  return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _token_name(entry: str | dict | None) -> str:

@@ -40,7 +40,6 @@ FIELDS = (
     'hops',
     'gold',
     'steps',
-    'evidence',
     'split',
     'dataset',
 )

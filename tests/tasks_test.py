@@ -77,14 +77,6 @@ class LoadTasksTest(_FileTest):
     self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
     self.assertEqual((second.letter, second.answers), ('B', ('no',)))
 
-  def test_evidence_triples_become_steps(self):
-    path = self.write(
-        'qa.jsonl', {**_ROW, 'steps': [], 'evidence': [['Get Low', 'performer', 'Dillon Francis']]}
-    )
-    self.assertEqual(
-        tasks.load_tasks(path, 'train')[0].steps, (('Get Low performer', 'Dillon Francis'),)
-    )
-
   def test_only_the_asked_split_and_rows_without_one(self):
     path = self.write(
         'qa.jsonl',
@@ -112,7 +104,6 @@ class LoadTasksTest(_FileTest):
       ({'gold': 'p1'}, "field 'gold' is 'p1'"),
       ({'steps': [['q', 'a']]}, "field 'steps' is"),
       ({'steps': [{'question': 'q'}]}, "'q' is missing"),
-      ({'steps': None, 'evidence': [['a', 'b']]}, "field 'evidence' holds"),
       ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
       ({'options': {'A': 'yes'}, 'answer': 'C'}, "the right option is 'C': one of A is needed"),
       ({'options': ['yes']}, "field 'options' is"),
@@ -348,12 +339,6 @@ class TaskStreamTest(parameterized.TestCase):
 
   def test_seeds_differ(self):
     self.assertNotEqual(self.ids(7, [0], seed=0), self.ids(7, [0], seed=1))
-
-  def test_refuses_nothing_to_draw_from(self):
-    with self.assertRaises(types.UserError):
-      tasks.TaskStream([], 2, 0)
-    with self.assertRaises(types.UserError):
-      tasks.TaskStream(self.tasks, 0, 0)
 
 
 class EmbeddedTest(parameterized.TestCase):

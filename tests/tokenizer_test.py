@@ -189,6 +189,7 @@ class TokenizerTest(parameterized.TestCase):
       ('tokenizer_config.json', '{"chat_template": "{% for %}"}', 'chat template'),
       ('tokenizer_config.json', '{"eos_token": 3}', ''),
       ('generation_config.json', '{"eos_token_id": ["x"]}', 'eos_token_id'),
+      ('generation_config.json', '{"eos_token_id": [[1]]}', 'eos_token_id'),
   )
   def test_malformed_settings_are_one_line(self, name, text, words):
     folder = tiny_tokenizer.write(_folder(self))

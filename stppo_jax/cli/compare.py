@@ -25,7 +25,7 @@ from stppo_jax.types import UserError
 Samples = Mapping[str, list[types.Episode]]  # id of a question -> its samples
 Episodes = Sequence[types.Episode]
 Settings = Mapping[str, Any]  # path -> value
-Rows = list[Sequence[str]]  # of a table
+Rows = list[Sequence[str]]  # the rows of a table
 
 
 def text(first: str, second: str) -> str:
