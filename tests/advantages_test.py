@@ -1,6 +1,7 @@
 """Advantages: worked by hand, against the float64 oracle, and special cases that coincide."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -325,7 +326,8 @@ class GroupTest(chex.TestCase):
     # (over tokens the mean of 1, 2, 2, 3 would be the same, the variance 2/3).
     x = np.array([[1.0, 9.0, 2.0, 2.0], [3.0, 9.0, 9.0, 9.0]])
     ids = np.array([[1, 0, 2, 2], [1, 0, 0, 0]])
-    got = advantages.whiten_turns(x, ids, 4)
+    batch = mock.Mock(action_mask=ids > 0, turn_ids=ids, roles=None)
+    got = advantages.whiten(x, batch, 'turns')
     _assert_close(got, jnp.array([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]), atol=1e-7)
 
 

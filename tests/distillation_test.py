@@ -21,9 +21,13 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.algorithms import distillation
 from stppo_jax.algorithms import variants
+from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.monitoring import timing
 from stppo_jax.rollout import prepare
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
+from stppo_jax.training import packing
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import teacher as teacher_lib
@@ -131,15 +135,45 @@ class RunTest(parameterized.TestCase):
     values = {'algorithm.variant': 'distillation', 'teacher.folder': self.teacher} | values
     return tiny_run.make_config(self.folder, **values)
 
-  def test_kl_to_the_teacher_falls(self):
-    workdir = os.path.join(self.folder, 'run')
-    values = {'train.updates': 10, 'train.checkpoint_every': 0, 'eval.every': 0}
+  def train(self, name, **values):
+    """The metrics of a run's updates."""
+    workdir = os.path.join(self.folder, name)
+    values = {'train.checkpoint_every': 0, 'eval.every': 0} | values
     loop.start(self.make_config(**values), workdir)
     with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
       rows = [json.loads(line) for line in file]
-    kl = [row['actor/teacher_kl'] for row in rows if 'actor/teacher_kl' in row]
+    return [row for row in rows if 'actor/teacher_kl' in row]
+
+  def test_kl_falls_and_an_address_is_as_a_folder(self):
+    rows = self.train('folder', **{'train.updates': 10})
+    kl = [row['actor/teacher_kl'] for row in rows]
     self.assertLen(kl, 10)
     self.assertLess(sum(kl[-3:]), 0.5 * sum(kl[:3]))
+
+    model, params = convert.load_hf(self.teacher)
+    params = jax.device_put(params)
+
+    @jax.jit
+    def logp_of(row):
+      x, _ = decoder.trunk(params, model, row)
+      logp, _ = decoder.token_logp(params, model, x, row)
+      return logp[0]
+
+    def score(tokens):
+      row = np.zeros((1, 192), np.int32)
+      row[0, : len(tokens)] = tokens
+      return np.asarray(logp_of(row))
+
+    tokenizer = prepare.load_tokenizer(self.make_config())
+    with recorded_server() as server:
+      server.score = score
+      server.tokens = tokenizer.encode(teacher_lib._PROBE)
+      address = {'teacher.address': server.address, 'teacher.model': 'large'}
+      served = self.train('address', **{'train.updates': 2, 'teacher.folder': ''} | address)
+    self.assertLen(served, 2)
+    for name in ('actor/teacher_kl', 'critic/advantages/min', 'actor/pg_loss', 'stppo/grad_norm'):
+      for expected, got in zip(rows, served):
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-3, atol=1e-6, err_msg=name)
 
   def test_other_tokenizer_is_refused(self):
     path = os.path.join(self.teacher, 'tokenizer.json')
@@ -187,7 +221,7 @@ class RunTest(parameterized.TestCase):
 
 
 class Recorded(http.server.BaseHTTPRequestHandler):
-  """Answers as vLLM: token t has the log-prob -t / 100. A text is `self.server.tokens`."""
+  """Answers as vLLM with `self.server.score`, log-probs of tokens. A text is `server.tokens`."""
 
   def do_POST(self):
     body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
@@ -195,8 +229,9 @@ class Recorded(http.server.BaseHTTPRequestHandler):
     prompt = body['prompt']
     tokens = self.server.tokens if isinstance(prompt, str) else prompt
     scored = [None]
-    for token in tokens[1:]:
-      entry = {'logprob': -token / 100, 'rank': 1, 'decoded_token': '?'}
+    logp = self.server.score(tokens)
+    for token, x in list(zip(tokens, logp))[1:]:
+      entry = {'logprob': float(x), 'rank': 1, 'decoded_token': '?'}
       scored.append({str(token): entry})
     scored = scored[: self.server.most]
     answer = json.dumps({'choices': [{'index': 0, 'text': 'x', 'prompt_logprobs': scored}]})
@@ -212,6 +247,8 @@ class Recorded(http.server.BaseHTTPRequestHandler):
 def recorded_server():
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Recorded)
   server.tokens, server.bodies, server.most, server.status = [], [], None, 200
+  server.score = lambda tokens: [-token / 100 for token in tokens]
+  server.address = f'http://127.0.0.1:{server.server_port}/v1'
   thread = threading.Thread(target=server.serve_forever, daemon=True)
   thread.start()
   try:
@@ -227,8 +264,7 @@ class ServerTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.server = self.enterContext(recorded_server())
-    address = f'http://127.0.0.1:{self.server.server_port}/v1'
-    self.client = teacher_lib.TeacherServer(address, 'large')
+    self.client = teacher_lib.TeacherServer(self.server.address, 'large')
     self.enterContext(mock.patch.object(teacher_lib, '_BACKOFF_S', 0.0))
 
   def test_log_probs_are_at_their_tokens(self):
@@ -259,7 +295,7 @@ class ServerTest(absltest.TestCase):
 
   def test_failures_are_one_line(self):
     self.server.most = 2
-    with self.assertRaisesRegex(types.RunError, 'scored 2 of 3 tokens'):
+    with self.assertRaisesRegex(types.RunError, 'scored other tokens than the 3'):
       self.client.row_logp([1, 2, 3])
     self.server.status = 400
     with self.assertRaisesRegex(types.RunError, 'rejected a request .HTTP status 400'):
@@ -267,6 +303,38 @@ class ServerTest(absltest.TestCase):
     self.server.status = 503
     with self.assertRaisesRegex(types.RunError, 'gave no answer'):
       self.client.row_logp([1, 2, 3])
+
+
+class MissingTest(absltest.TestCase):
+
+  def test_row_without_a_teacher_trains_on_nothing(self):
+    spec = update_test.make_spec(row=ROW, critic=None)
+    functions = update_test.functions_of(spec, update_test.one_device())
+    state = update_test.make_state(spec, update_test.one_device())
+    with self.assertRaisesRegex(ValueError, 'has no teacher'):
+      functions.with_advantages(state, update_test.make_batch())
+
+  def test_a_server_that_fails_leaves_all_policies_whole(self):
+    """The rows of all policies are scored before the first state gives up its buffers."""
+    functions = mock.Mock()
+    teacher = mock.Mock()
+    teacher.batch_logp.side_effect = [mock.DEFAULT, types.RunError('gone')]
+    spec = update_test.make_spec(row=ROW, critic=None)
+    mesh = update_test.one_device()
+    bins = packing.Bins(2, 1, 2, (8,), 0, None)
+    learner = learner_lib.Learner(
+        spec, update_test.NOTHING, mesh, functions, bins, mock.Mock(), teacher
+    )
+    learners = learner_lib.Learners({'asker': learner, 'answerer': learner}, seed=0)
+    turn = types.Turn(np.array([5, 6], np.int32), np.zeros(2, np.float32))
+    prompt = np.array([3], np.int32)
+    episodes = [types.Episode(types.Task('a'), i, prompt, [turn]) for i in range(4)]
+    for i, episode in enumerate(episodes):
+      episode.role = ('asker', 'answerer')[i % 2]
+    with self.assertRaisesRegex(types.RunError, 'gone'):
+      learners.update(mock.Mock(number=1, episodes=episodes), timing.Timing())
+    self.assertEqual(teacher.batch_logp.call_count, 2)
+    self.assertEqual(functions.mock_calls, [])
 
 
 if __name__ == '__main__':

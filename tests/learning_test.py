@@ -121,7 +121,7 @@ def learn(
     bins = packing.Bins(*run.reuse, 8, (8,), 0, rows, whole_groups=variant.compares_rows)
     batch, steps = packing.to_device(episodes, bins, shuffle_key)
     batch, _ = run.functions.annotate(
-        run.state, run.frozen, batch, packing.stack(packing.first_epoch(steps))
+        run.state, run.frozen, batch, packing.stack(steps[: len(steps) // bins.epochs])
     )
     run.state, batch, _ = run.functions.with_advantages(run.state, batch)
     batch = breakage(batch)

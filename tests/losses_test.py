@@ -206,7 +206,7 @@ class AggregationTest(chex.TestCase):
     variant = variants.Variant('token_gae', 'token', aggregation=mode)
     weights = filters.weights(batch, variant).token  # an optimizer step uses them
     chex.assert_trees_all_close(jnp.sum(weights * parts), expected, rtol=1e-6)
-    self.assertEqual(int(losses.count_episodes(mask, episode_ids)), 2)
+    self.assertEqual(int(losses.first_rows(mask, episode_ids).sum()), 2)
 
   @parameterized.parameters(*losses.AGGREGATIONS)
   def test_episodes_of_one_row_weigh_as_rows_do(self, mode):

@@ -407,7 +407,7 @@ class StepTest(parameterized.TestCase):
           decoder.uniform_logp(params, model, x, batch.tokens, logp),
           decoder.reference_kl(params, model, x, other_policy(), reference_x),
       )
-      function = objectives.objective(spec.variant.objective)
+      function = spec.variant.function('objective')
       return -function(outputs, batch, spec.variant)[0].sum()
 
     before = update_test.first_state(spec, mesh).actor
@@ -554,7 +554,8 @@ class LearnerTest(absltest.TestCase):
       tokens = np.full(length, 5, np.int32)
       turn = types.Turn(tokens, np.zeros(length, np.float32), reward=reward)
       rows.append(types.Episode(types.Task('t'), 0, np.array([number], np.int32), [turn]))
-    return learner.update(rows, jax.random.key(0), timing.Timing())
+    dealt = learner.deal(rows, jax.random.key(0))
+    return learner.update(dealt, timing.Timing())
 
   def test_the_first_sampled_one_of_equals_is_chosen_whatever_its_length(self):
     learners = [self.learner(name) for name in ('superhf', 'dpo')]

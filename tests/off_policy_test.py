@@ -153,12 +153,15 @@ class OffPolicyTest(parameterized.TestCase):
 
   def test_metrics_by_hand(self):
     behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
-    of = lambda *options: {
-        name.removeprefix('rollout_corr/rollout_is_'): float(x)
-        for name, x in diagnostics.sampler_gap(
-            behaviour + LOG_RATIO, behaviour, jnp.asarray(MASK), TURN_IDS, *options
-        ).items()
-    }
+
+    def of(**columns):
+      row = dataclasses.replace(variants.VARIANTS['ppo'], **columns)
+      metrics = diagnostics.sampler_gap(
+          behaviour + LOG_RATIO, behaviour, jnp.asarray(MASK), TURN_IDS, row
+      )
+      prefix = 'rollout_corr/rollout_is_'
+      return {name.removeprefix(prefix): float(x) for name, x in metrics.items()}
+
     # Ratios 2, .5, 4, .25: their mean 6.75 / 4; their squares' 20.3125 / 4.
     plain = of()
     self.assertAlmostEqual(plain['mean'], 1.6875, places=5)
@@ -167,7 +170,7 @@ class OffPolicyTest(parameterized.TestCase):
     self.assertAlmostEqual(plain['eff_sample_size'], 1.6875**2 / 5.078125, places=5)
     self.assertEqual(plain['ratio_fraction_high'], 0)
     # Truncated at 3: 2, .5, 3, .25; one of four was above.
-    cut = of('token', 3.0)
+    cut = of(rollout_is='token', rollout_is_threshold=3.0)
     self.assertAlmostEqual(cut['mean'], 5.75 / 4, places=5)
     self.assertAlmostEqual(cut['max'], 3, places=4)
     self.assertAlmostEqual(cut['ratio_fraction_high'], 0.25, places=6)

@@ -51,12 +51,18 @@ class RolloutCorrectionTest(parameterized.TestCase):
                                   max=4.0, min=0.25, std=1.732051, eff_sample_size=0.75)),
   )  # fmt: skip
   def test_metrics_of_the_weights(self, level, threshold, low, expected):
-    got = diagnostics.sampler_gap(*map(jnp.asarray, GAP), level, threshold, low)
+    row = dataclasses.replace(
+        variants.VARIANTS['ppo'],
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_low=low,
+    )
+    got = diagnostics.sampler_gap(*map(jnp.asarray, GAP), row)
     for name, value in expected.items():
       np.testing.assert_allclose(got[f'rollout_corr/rollout_is_{name}'], value, 1e-5, err_msg=name)
 
   def test_metrics_of_the_gap(self):
-    got = diagnostics.sampler_gap(*map(jnp.asarray, GAP))
+    got = diagnostics.sampler_gap(*map(jnp.asarray, GAP), variants.VARIANTS['ppo'])
     expected = dict(
         kl=0.0, k3_kl=0.6875, training_ppl=8.175616, rollout_ppl=3.642005, ppl_ratio=2.31498,
         chi2_token=4.078125, chi2_seq=7.03125,

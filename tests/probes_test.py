@@ -135,7 +135,8 @@ def _train(variant, probe, observations, chances):
   actor = {'table': jnp.zeros((NUM_STATES, ACTIONS))}
   critic = None
   if spec.critic is not None:
-    outputs = (variant.value_outputs,) if variant.value_outputs > 1 else ()
+    num_outputs = len(variant.value_labels)
+    outputs = (num_outputs,) if num_outputs > 1 else ()
     critic = {'table': jnp.zeros((NUM_STATES, *outputs))}
   state = train_state.create(spec, actor, critic)
 

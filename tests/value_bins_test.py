@@ -31,7 +31,7 @@ from tests import update_test
 from tests.support import tiny_run
 
 ROW = dataclasses.replace(variants.VARIANTS['hl_gauss_ppo'], value_bins=21)
-BINS = dataclasses.replace(update_test.CRITIC, value_outputs=21)
+BINS = dataclasses.replace(update_test.CRITIC, value_labels=ROW.value_labels)
 
 
 def mean_of_bins(probabilities, low, high):
@@ -168,7 +168,7 @@ class StepTest(parameterized.TestCase):
     actor = update_test.MODEL
     if is_shared:
       critic = None
-      actor = dataclasses.replace(actor, head='both', value_outputs=21)
+      actor = dataclasses.replace(actor, head='both', value_labels=ROW.value_labels)
     spec = update_test.make_spec(row=ROW, critic=critic, actor=actor)
     alone = update_test.run_step(spec, update_test.one_device())
     together = update_test.run_step(spec, sharding.make_mesh(2, 2, 2))
@@ -202,7 +202,7 @@ class SettingsTest(parameterized.TestCase):
     values = {'algorithm.variant': 'hl_gauss_ppo', 'env.reward': 'own:reward'}
     values |= {'algorithm.value_low': 10.0, 'algorithm.value_high': 30.0}
     config = tiny_run.replace(schema.Config(), values)
-    self.assertEqual(objective.make_variant(config).value_outputs, 51)
+    self.assertEqual(len(objective.make_variant(config).value_labels), 51)
 
 
 class RunTest(absltest.TestCase):
@@ -243,9 +243,13 @@ class RunTest(absltest.TestCase):
     convert.save_hf(folder, model, critic, os.path.join(self.folder, 'model'))
     labels = json.loads(pathlib.Path(folder, 'config.json').read_text())['id2label']
     self.assertLen(labels, 51)
+    self.assertEqual(labels['0'], 'bin from -0.5 to -0.460784')
     in_folder = {'model.critic_folder': folder}
     again = run_lib.setup(self.make_config(**in_folder)).learners.state
     chex.assert_trees_all_equal(again.critic, critic)
+    moved = {'algorithm.value_high': 2.5} | in_folder
+    with self.assertRaisesRegex(UserError, "is 'bin from -0.5 to -0.460784', .* value_high make"):
+      run_lib.setup(self.make_config(**moved))
     regression = {'algorithm.value_loss': 'mse'} | in_folder
     with self.assertRaisesRegex(UserError, 'has 51 outputs, and algorithm.value_loss needs 1'):
       run_lib.setup(self.make_config(**regression))

@@ -293,9 +293,7 @@ def annotate(
   if spec.critic is not None:
     values = row(_perceptron(state.critic, features)[..., 0])
   assert batch.behaviour_logp is not None
-  gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
-  bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
-  metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
+  metrics = diagnostics.sampler_gap(logp, batch.behaviour_logp, mask, batch.turn_ids, variant)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   batch = dataclasses.replace(batch, old_logp=old_logp, ref_logp=ref_logp, old_values=values)
   return batch, metrics
@@ -332,24 +330,20 @@ class Work(update.StepInputs):
   extras: Callable = lambda params: {}  # params -> further TokenOutputs {name: [b,T]}
 
   def policy(self, layout):
-    zeros = jnp.zeros_like(self.weights.mask)
-
     def outputs(actor):
       logp, entropy = self.log_probs(actor)
-      return objectives.TokenOutputs(
-          logp, entropy=entropy, value_outputs=zeros, **self.extras(actor)
-      )
+      return objectives.TokenOutputs(logp, entropy=entropy, **self.extras(actor))
 
     return jax.vjp(outputs, self.state.actor)
 
   def values(self, layout):
     return jax.vjp(self.state_values, self.state.critic)
 
-  def placed(self, tree):
-    return tree
+  def placed(self, grads):
+    return grads
 
-  def sum(self, function, packing, total):
-    return jax.tree.map(jnp.add, total, function(_Rows(self.weights.mask)))
+  def sum(self, function, packing):
+    return function(_Rows(self.weights.mask))
 
 
 def make_work(

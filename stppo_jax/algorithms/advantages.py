@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import types
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 from stppo_jax.types import TurnBatch
 
@@ -79,15 +80,11 @@ def turn_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids])
   mask = (turn_ids > 0).astype(values.dtype)
-  is_new = jnp.diff(turn_ids, axis=1, prepend=0) != 0
-  is_first = is_new & (turn_ids > 0)
-
-  def sum_turns(x):  # [B,T] -> [B,K]
-    return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
-
-  turn_mask = (sum_turns(mask) > 0).astype(values.dtype)
-  turn_rewards = sum_turns(rewards * mask)
-  turn_values = sum_turns(values * is_first)
+  is_first = jnp.diff(turn_ids, axis=1, prepend=0) != 0
+  num_tokens = _sum_turns(mask, turn_ids, num_turns)
+  turn_mask = (num_tokens > 0).astype(values.dtype)
+  turn_rewards = _sum_turns(rewards * mask, turn_ids, num_turns)
+  turn_values = _sum_turns(values * mask * is_first, turn_ids, num_turns)
   advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma, lam)
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
@@ -111,12 +108,19 @@ def _gae(rewards, values, mask, gammas, lams):
     next_advantage = jnp.where(active > 0, advantage, next_advantage)
     return (next_value, next_advantage), jnp.where(active > 0, advantage, 0)
 
+  gammas = jnp.broadcast_to(gammas, mask.shape)
+  lams = jnp.broadcast_to(lams, mask.shape)
+  columns = (rewards.T, values.T, mask.T, gammas.T, lams.T)
   zeros = jnp.zeros_like(values[:, 0])
-  columns = [rewards, values, mask]
-  columns += [jnp.broadcast_to(x, mask.shape).astype(mask.dtype) for x in (gammas, lams)]
-  _, advantages = jax.lax.scan(step, (zeros, zeros), [x.T for x in columns], reverse=True)
+  _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
   advantages = advantages.T
-  return advantages, jnp.where(mask > 0, advantages + values, 0)
+  returns = jnp.where(mask > 0, advantages + values, 0)
+  return advantages, returns
+
+
+def _sum_turns(x, turn_ids, num_turns):
+  """Returns the sum of x [B,T] over each turn [B,K]."""
+  return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
 
 
 def _to_tokens(x: jax.Array, turn_ids: jax.Array) -> jax.Array:
@@ -137,8 +141,10 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   group = _ScoreGroups(scores, group_ids)
   mean = group.total / group.size
   squares = jnp.square(scores[None, :] - mean[:, None])
-  variance = _over(jnp.sum, squares, group.same, 0) / jnp.maximum(group.size - 1, 1)
-  return jnp.where(group.has_spread, (scores - mean) / (jnp.sqrt(variance) + 1e-6), 0)
+  squares = _over(jnp.sum, squares, group.same, 0)
+  variance = squares / jnp.maximum(group.size - 1, 1)
+  std = jnp.sqrt(variance) + 1e-6
+  return jnp.where(group.has_spread, (scores - mean) / std, 0)
 
 
 def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -167,9 +173,11 @@ def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   probabilities, and train on the best and the worst of five samples (C). The paper's algorithm 1
   takes all samples, as here.
   """
-  same = _same(group_ids)
-  beats = (1 + jnp.sign(scores[:, None] - scores[None, :])) / 2
-  return _over(jnp.sum, beats, same, 0) / same.sum(axis=1) - 0.5
+  same = losses.is_same(group_ids)
+  gaps = scores[:, None] - scores[None, :]
+  beats = (1 + jnp.sign(gaps)) / 2
+  wins = _over(jnp.sum, beats, same, 0)
+  return wins / same.sum(axis=1) - 0.5
 
 
 def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -178,8 +186,8 @@ def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   The first sampled one of equals is the best (openfeedback/superhf `filtering.py`, top 1, C). A
   group whose episodes are all bad has a best one, too. The paper's number is second-hand (S).
   """
-  same = _same(group_ids)
-  best = jnp.argmax(jnp.where(same, scores, -jnp.inf), axis=1)
+  same = losses.is_same(group_ids)
+  best = _over(jnp.argmax, scores, same, -jnp.inf)
   return (best == jnp.arange(len(scores))).astype(scores.dtype)
 
 
@@ -191,7 +199,7 @@ class _ScoreGroups:
 
   def __init__(self, scores: jax.Array, group_ids: jax.Array):
     chex.assert_rank([scores, group_ids], 1)
-    self.same = _same(group_ids)
+    self.same = losses.is_same(group_ids)
     self.size = self.same.sum(axis=1)
     # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
     self.total = _over(jnp.sum, scores, self.same, 0)
@@ -200,17 +208,12 @@ class _ScoreGroups:
     self.has_spread = self.highest > self.lowest  # the mean of equal scores is off by rounding
 
 
-def _same(ids: jax.Array) -> jax.Array:
-  """Returns whether two rows have the same id, [B,B]."""
-  return ids[:, None] == ids[None, :]
-
-
-def _over(reduce: Callable, x: jax.Array, same: jax.Array, outside: float) -> jax.Array:
+def _over(reduce, x, same, outside):
   """Returns x [B] or [B,B] reduced over each row's group [B]. `same` [B,B] marks its members."""
   return reduce(jnp.where(same, x, outside), axis=1)
 
 
-def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array) -> jax.Array:
+def _without_rounding(scores, sizes, group_ids):
   """Returns the scores [B], equal in a group where they differ by less than their sums may round.
 
   `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
@@ -218,56 +221,47 @@ def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array)
   """
   group = _ScoreGroups(scores, group_ids)
   rounding = types.ROUNDING * _over(jnp.max, sizes, group.same, 0)
-  return jnp.where(group.highest - group.lowest <= rounding, group.highest, scores)
+  spread = group.highest - group.lowest
+  return jnp.where(spread <= rounding, group.highest, scores)
 
 
 # --- Whitening ------------------------------------------------------------------------------------
 
 
-def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
-  """Returns advantages [B,T] scaled to mean 0 and variance 1 over agent tokens; 0 elsewhere."""
-  mask = action_mask.astype(advantages.dtype)
-  return _standardise(advantages, mask)
+def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns advantages [B,T] scaled to mean 0 and variance 1; 0 where the weights are 0.
 
-
-def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> jax.Array:
-  """Returns advantages standardised by statistics in which each turn counts once (GEM's ReBN).
-
-  Each token has the weight 1 / |turn| in these statistics.
+  `weights` [B,T] are those of the tokens in mean and variance: 1 for agent tokens, or 1 / |turn|.
+  The variance is unbiased, as in verl.
   """
-  mask = (turn_ids > 0).astype(advantages.dtype)
-  lengths = segments.segment_sum(mask, turn_ids, num_turns + 1)
-  weights = mask / jnp.maximum(jnp.take_along_axis(lengths, turn_ids, axis=1), 1)
-  return _standardise(advantages, weights)
+  weights = weights.astype(advantages.dtype)
+  total = jnp.maximum(weights.sum(), 1)
+  mean = jnp.sum(advantages * weights) / total
+  squares = jnp.square(advantages - mean) * weights
+  variance = squares.sum() / jnp.maximum(total - 1, 1)
+  scaled = (advantages - mean) * jax.lax.rsqrt(variance + 1e-8)
+  return jnp.where(weights > 0, scaled, 0)
 
 
-def over_roles(
-    batch: TurnBatch, function: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-  """Returns function(action_mask, turn_ids) [B,T], computed for the rows of each role separately.
+def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
+  """Returns advantages [B,T] standardised over the batch; 0 outside the agent's tokens.
 
-  The function returns 0 where the mask is 0.
+  `over` is the unit that counts once: 'tokens', or 'turns' (GEM's ReBN).
   Choice: each role has its own mean and spread, as in SPIRAL (arXiv 2506.24119) and Dr. MAS (arXiv
   2602.08847). Roles earn different rewards, and a common mean would push one role up and another
   one down.
   """
-  mask = batch.action_mask.astype(batch.rewards.dtype)
+  weights = batch.action_mask.astype(advantages.dtype)
+  if over == 'turns':
+    num_turns = batch.turn_ids.shape[1]
+    lengths = _to_tokens(_sum_turns(weights, batch.turn_ids, num_turns), batch.turn_ids)
+    weights /= jnp.maximum(lengths, 1)
   if batch.roles is None:
-    return function(mask, batch.turn_ids)
-  total = jnp.zeros_like(mask)
+    return whiten_tokens(advantages, weights)
+  total = jnp.zeros_like(advantages)
   for rows in batch.roles.values():
-    is_role = rows[:, None]
-    turn_ids = jnp.where(is_role > 0, batch.turn_ids, 0)
-    total += function(mask * is_role, turn_ids)
+    total += whiten_tokens(advantages, weights * rows[:, None])
   return total
-
-
-def _standardise(x: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns (x - mean) / std where weights are not 0, with unbiased variance as in verl."""
-  total = jnp.maximum(weights.sum(), 1)
-  mean = jnp.sum(x * weights) / total
-  variance = jnp.sum(jnp.square(x - mean) * weights) / jnp.maximum(total - 1, 1)
-  return jnp.where(weights > 0, (x - mean) * jax.lax.rsqrt(variance + 1e-8), 0)
 
 
 # --- The estimators of a variant: (batch, variant) -> (advantages, returns) -----------------------
@@ -302,34 +296,28 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
   @functools.wraps(function)
   def estimate_from_groups(batch, variant):
     del variant
-    mask = batch.action_mask.astype(batch.rewards.dtype)
-    scores, group_ids, first_rows = _scores(batch, mask)
-    advantages = function(scores, group_ids)[first_rows][:, None] * mask
+    scores, group_ids, is_first = _scores(batch)
+    of_firsts = jnp.where(is_first, function(scores, group_ids), 0)
+    of_rows = losses.episode_sums(of_firsts[:, None], batch.episode_ids)
+    advantages = of_rows[:, None] * batch.action_mask
     return advantages, advantages
 
   estimate_from_groups.__dict__['needs_groups'] = True
   return estimate_from_groups
 
 
-def _scores(batch, mask):
-  """Returns scores and group ids of the episodes, and the first row of each one's episode [B]."""
-  rewards = batch.rewards * mask
-  scores = rewards.sum(axis=1)
-  sizes = jnp.abs(rewards).sum(axis=1)
-  rows = jnp.arange(scores.shape[0])
-  counts = mask.any(axis=1)
-  first_rows = rows
-  if batch.episode_ids is not None:
-    same = _same(batch.episode_ids) & counts[None, :]
-    first_rows = jnp.where(counts, jnp.argmax(same, axis=1), rows)
-    scores = _over(jnp.sum, scores, same, 0)
-    sizes = _over(jnp.sum, sizes, same, 0)
-    if batch.score_offsets is not None:
-      scores += batch.score_offsets
-    counts = counts & (first_rows == rows)
-  group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
+def _scores(batch):
+  """Returns scores and group ids of the episodes [B], and the rows that represent them [B] bool."""
+  rewards = batch.rewards * batch.action_mask
+  scores = losses.episode_sums(rewards, batch.episode_ids)
+  sizes = losses.episode_sums(jnp.abs(rewards), batch.episode_ids)
+  if batch.score_offsets is not None:
+    scores += batch.score_offsets
+  is_first = losses.first_rows(batch.action_mask, batch.episode_ids)
+  own_group = -1 - jnp.arange(len(scores))
+  group_ids = jnp.where(is_first, batch.group_ids, own_group)
   scores = _without_rounding(scores, sizes, group_ids)
-  return scores, group_ids, first_rows
+  return scores, group_ids, is_first
 
 
 def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
@@ -349,36 +337,28 @@ def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
   several references. The list of components in the paper disagrees with eq. 3. The gradient in its
   proof agrees with it.
   """
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  scores, group_ids, _ = _scores(batch, mask)
+  scores, group_ids, _ = _scores(batch)
   z_scores = group_zscore(scores, group_ids)
-  is_reference = jnp.zeros(scores.shape, bool)
+  is_reference = jnp.zeros(len(scores), bool)
   if batch.demonstrated is not None:
     is_reference = batch.demonstrated > 0
-  same = _same(group_ids)
+  same = losses.is_same(group_ids)
   is_sample = same & ~is_reference[None, :]
   num_rows = same.sum(axis=1)
-  num_samples = jnp.maximum(is_sample.sum(axis=1), 1)
-  num_references = jnp.maximum(num_rows - is_sample.sum(axis=1), 1)
+  num_samples = is_sample.sum(axis=1)
+  num_references = num_rows - num_samples
+  num_samples = jnp.maximum(num_samples, 1)
   mean = _over(jnp.sum, z_scores, is_sample, 0) / num_samples
-  of_sample = (1 + variant.grao_lambda) * z_scores * num_rows / num_samples
+  of_sample = (1 + variant.grao_lambda) * z_scores / num_samples
   of_reference = variant.grao_beta * z_scores - variant.grao_lambda * mean
-  of_reference *= num_rows / num_references
-  weights = jnp.where(is_reference, of_reference, of_sample)[:, None] * mask
+  of_reference /= jnp.maximum(num_references, 1)
+  weights = jnp.where(is_reference, of_reference, of_sample) * num_rows
+  weights = weights[:, None] * batch.action_mask
   return weights, weights
 
 
 grao.__dict__['needs_groups'] = True
 grao.__dict__['uses_demonstrations'] = True
-
-
-def estimator(advantage: str | Callable) -> Estimator:
-  """Returns the estimator of `variant.advantage`: a name of ESTIMATORS, or a function."""
-  if callable(advantage):
-    return advantage
-  if advantage not in ESTIMATORS:
-    raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
-  return ESTIMATORS[advantage]
 
 
 def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
@@ -387,17 +367,11 @@ def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
   The advantages are standardised if `variant.whiten` is set. `returns` are the critic's targets.
   Without a critic they are the advantages, and nothing reads them.
   """
-  advantages, returns = estimator(variant.advantage)(batch, variant)
-  if variant.whiten and variant.whiten_over == 'turns':
-    advantages = _whiten_turns_by_role(advantages, batch)
-  elif variant.whiten:
-    advantages = over_roles(batch, lambda mask, _: whiten_tokens(advantages, mask))
+  estimate_advantages = variant.function('advantage')
+  advantages, returns = estimate_advantages(batch, variant)
+  if variant.whiten:
+    advantages = whiten(advantages, batch, variant.whiten_over)
   return dataclasses.replace(batch, advantages=advantages, returns=returns)
-
-
-def _whiten_turns_by_role(advantages, batch):
-  num_turns = batch.turn_ids.shape[1]
-  return over_roles(batch, lambda _, turn_ids: whiten_turns(advantages, turn_ids, num_turns))
 
 
 def _from_gae(gae: Callable) -> Estimator:
@@ -452,7 +426,7 @@ def _turn_returns(batch, variant):
   """Returns the return to go of each turn, whitened over the batch (GEM, arXiv 2510.01051)."""
   num_turns = batch.turn_ids.shape[1]
   returns = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
-  advantages = _whiten_turns_by_role(returns, batch)
+  advantages = whiten(returns, batch, 'turns')
   return advantages, advantages
 
 
@@ -467,26 +441,18 @@ def _turn_zscore(batch, variant):
   """
   del variant
   num_roles = len(batch.roles or ('',))
-  same = _same(batch.group_ids // num_roles).astype(batch.rewards.dtype)
-  num_turns = batch.turn_ids.shape[1]
-
-  def sum_turns(x):  # [B,T] -> [B,K]
-    return segments.segment_sum(x, batch.turn_ids, num_turns + 1)[:, 1:]
-
-  def over_group(x):
-    return jnp.matmul(same, x, precision='highest')
-
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  has_turn = sum_turns(mask) > 0
-  rewards = sum_turns(batch.rewards * mask)
-  counts = over_group(has_turn.astype(rewards.dtype))
-  centred = jnp.where(has_turn, rewards - over_group(rewards) / jnp.maximum(counts, 1), 0)
-  variance = over_group(jnp.square(centred)) / jnp.maximum(counts - 1, 1)
-  std = jnp.sqrt(variance)
-  size = over_group(jnp.abs(rewards)) / jnp.maximum(counts, 1)
-  has_spread = std > types.ROUNDING * size
-  zscores = jnp.where(has_spread, centred / (std + 1e-6), 0)
-  advantages = _to_tokens(zscores, batch.turn_ids)
+  num_rows, num_turns = batch.turn_ids.shape
+  rewards = batch.rewards * batch.action_mask
+  scores = _sum_turns(rewards, batch.turn_ids, num_turns)
+  sizes = _sum_turns(jnp.abs(rewards), batch.turn_ids, num_turns)
+  has_turn = _sum_turns(batch.action_mask, batch.turn_ids, num_turns) > 0
+  own_group = -1 - jnp.arange(num_rows)
+  group_ids = batch.group_ids // num_roles
+  group_ids = jnp.where(has_turn, group_ids[:, None], own_group[:, None])
+  by_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
+  scores = by_turn(_without_rounding)(scores, sizes, group_ids)
+  z_scores = by_turn(group_zscore)(scores, group_ids)
+  advantages = _to_tokens(z_scores, batch.turn_ids)
   return advantages, advantages
 
 
@@ -495,6 +461,8 @@ _turn_zscore.__dict__['needs_groups'] = True
 
 def _no_advantage(batch, unused_variant):
   """Returns 0 for all tokens, for runs whose advantages come from a teacher alone."""
+  if batch.teacher_logp is None:
+    raise ValueError("advantage 'none' needs batch.teacher_logp: the batch has no teacher")
   zeros = jnp.zeros_like(batch.rewards)
   return zeros, zeros
 

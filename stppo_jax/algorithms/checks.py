@@ -17,6 +17,11 @@ from stppo_jax.types import TurnBatch
 _NUM_GROUPS = 2
 _NUM_TOKENS = 3
 
+# Columns of a batch that a user's function may read.
+_COLUMNS = (
+    'rewards old_logp ref_logp old_values advantages returns behaviour_logp old_uniform'.split()
+)
+
 # Field of a variant -> what its function returns.
 _RETURNED = {
     'advantage': '(advantages, returns), each [B,T]',
@@ -105,19 +110,10 @@ def _describe(result: Any) -> str:
 def _example_batch(group_size: int) -> TurnBatch:
   num_rows = _NUM_GROUPS * group_size
   turn_ids = jnp.tile(jnp.asarray([[0, 1, 2], [1, 0, 2]], jnp.int32), (group_size, 1))
-  x = jnp.zeros((num_rows, _NUM_TOKENS))
-  return TurnBatch(
-      tokens=jnp.ones((num_rows, _NUM_TOKENS), jnp.int32),
-      action_mask=(turn_ids > 0).astype(jnp.float32),
-      turn_ids=turn_ids,
-      rewards=x,
-      old_logp=x,
-      ref_logp=x,
-      old_values=x,
-      advantages=x,
-      returns=x,
-      group_ids=jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size),
-      behaviour_logp=x,
-      truncated=jnp.zeros(num_rows),
-      old_uniform=x,
-  )
+  columns = dict.fromkeys(_COLUMNS, jnp.zeros((num_rows, _NUM_TOKENS)))
+  columns['tokens'] = turn_ids
+  columns['action_mask'] = (turn_ids > 0).astype(jnp.float32)
+  columns['turn_ids'] = turn_ids
+  columns['group_ids'] = jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size)
+  columns['truncated'] = jnp.zeros(num_rows)
+  return TurnBatch(**columns)

@@ -66,14 +66,31 @@ def cotangents(
   advantages = advantages_in_min(batch, variant)
   ids, num_segments, is_product = _segments(batch, variant)
 
-  def ratio_of(x):
+  def ratio_of(logp):
     return segments.importance_ratio(
-        x, batch.old_logp, batch.action_mask, ids, num_segments, is_product
+        logp, batch.old_logp, batch.action_mask, ids, num_segments, is_product
     )
 
-  if variant.ratio == 'none':
-    return _policy_gradient(logp, ratio_of(logp), weights, advantages)
-  return _surrogate_gradients(logp, ratio_of, weights, advantages, variant)
+  def surrogate_of(logp):
+    return losses.surrogate(ratio_of(logp), logp, advantages, variant)
+
+  ratio, pull_ratio = jax.vjp(ratio_of, logp)
+  surrogate, pull_surrogate, clipped = jax.vjp(surrogate_of, logp, has_aux=True)
+  (loss_cotangent,) = pull_surrogate(-weights)
+
+  # C is the gradient of weight (w A - s) over the clipped tokens. For 'clip' that of s is 0.
+  pressure = weights * advantages  # d(weight w A)/dw
+  (ratio_cotangent,) = pull_ratio(jnp.where(clipped, pressure, 0))
+  (surrogate_cotangent,) = pull_surrogate(-jnp.where(clipped, weights, 0))
+  bias_cotangent = ratio_cotangent + surrogate_cotangent
+
+  aux = {
+      'ratio': ratio,
+      'clipped': clipped,
+      'pg_loss': -jnp.sum(weights * surrogate),
+      'clipped_objective': jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
+  }
+  return loss_cotangent, bias_cotangent, aux
 
 
 def advantages_in_min(batch: TurnBatch, variant: Variant) -> jax.Array:
@@ -97,9 +114,10 @@ def divisor(
     if rule not in DIVISORS:
       raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
     rule = DIVISORS[rule]
-  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
+  value = rule(g_norm, c_norm, any_clipped)
   is_usable = (value > 0) & jnp.isfinite(c_norm)
-  return jax.lax.stop_gradient(jnp.where(is_usable, value, jnp.nan))
+  value = jnp.where(is_usable, value, jnp.nan)
+  return jax.lax.stop_gradient(value)
 
 
 class DividedGradient(NamedTuple):
@@ -134,7 +152,8 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   """
   whole = _add(g, rest)
   whole_norm = norm(whole)
-  quotient = _add(jax.tree.map(lambda x: x / divisor, g), rest)
+  g_divided = jax.tree.map(lambda x: x / divisor, g)
+  quotient = _add(g_divided, rest)
   undivided = _clip(whole, max_norm)
   undivided_norm = jnp.minimum(whole_norm, max_norm)
 
@@ -156,21 +175,22 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   else:
     raise ValueError(f'order {order!r} is none of {", ".join(ORDERS)}')
 
-  change = entering_norm / jnp.where(undivided_norm > 0, undivided_norm, 1)
-  factor = jnp.where(undivided_norm > 0, change, 1)
+  has_gradient = undivided_norm > 0
+  change = entering_norm / jnp.where(has_gradient, undivided_norm, 1)
+  factor = jnp.where(has_gradient, change, 1)
   norms = {'clip': clip_norm, 'entering': entering_norm, 'factor': factor}
   return DividedGradient(gradient, undivided, step_divisor, norms)
 
 
 def norm(tree: Any) -> jax.Array:
   """Returns the L2 norm of all leaves together, computed in float32."""
-  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+  return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
 def cosine(a: Any, b: Any) -> jax.Array:
   """Returns the cosine of two trees of one shape; NaN where one of them is 0."""
   # Not vdot: it flattens, which gathers every shard.
-  dot = sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+  dot = optax.tree.sum(optax.tree.mul(a, b))
   return dot / (norm(a) * norm(b))
 
 
@@ -178,7 +198,8 @@ def _segments(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, int, bool]
   """Returns segment ids [B,T], their number, and whether a segment's ratio is a product."""
   if callable(variant.ratio):
     assert batch.labels is not None
-    return *segments.from_labels(batch.labels, batch.action_mask), False
+    ids, num_segments = segments.from_labels(batch.labels, batch.action_mask)
+    return ids, num_segments, False
   ratio = 'token' if variant.ratio == 'none' else variant.ratio
   level, _, product = ratio.partition('_')
   ids, num_segments = segments.segment_ids(
@@ -188,48 +209,13 @@ def _segments(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, int, bool]
 
 
 def _add(tree, rest):
-  return tree if rest is None else jax.tree.map(jnp.add, tree, rest)
+  return tree if rest is None else optax.tree.add(tree, rest)
 
 
 def _clip(tree, max_norm):
-  clipped, _ = optax.clip_by_global_norm(max_norm).update(tree, optax.EmptyState())
+  clip = optax.clip_by_global_norm(max_norm)
+  clipped, _ = clip.update(tree, optax.EmptyState())
   return clipped
-
-
-def _policy_gradient(logp, ratio, weights, advantages):
-  """Returns the cotangents of J = sum weight A logp, where nothing is clipped."""
-  aux = {
-      'ratio': ratio,
-      'clipped': jnp.zeros(logp.shape, bool),
-      'pg_loss': -jnp.sum(weights * advantages * logp),
-      'clipped_objective': jnp.zeros(()),
-  }
-  return -weights * advantages, jnp.zeros_like(logp), aux
-
-
-def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
-  """Returns the cotangents of J = sum weight s, and those of the part that its clip removed."""
-
-  def surrogate_of(x):
-    return losses.surrogate(ratio_of(x), x, advantages, variant)
-
-  ratio, pull_ratio = jax.vjp(ratio_of, logp)
-  surrogate, pull_surrogate, clipped = jax.vjp(surrogate_of, logp, has_aux=True)
-  (loss_cotangent,) = pull_surrogate(-weights)
-
-  # C is the gradient of weight (w A - s) over the clipped tokens. For 'clip' that of s is 0.
-  pressure = weights * advantages  # d(weight w A)/dw
-  (ratio_cotangent,) = pull_ratio(jnp.where(clipped, pressure, 0))
-  (surrogate_cotangent,) = pull_surrogate(-jnp.where(clipped, weights, 0))
-  bias_cotangent = ratio_cotangent + surrogate_cotangent
-
-  aux = {
-      'ratio': ratio,
-      'clipped': clipped,
-      'pg_loss': -jnp.sum(weights * surrogate),
-      'clipped_objective': jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
-  }
-  return loss_cotangent, bias_cotangent, aux
 
 
 # --- The divisors of a variant: (g_norm, c_norm, any_clipped) -> number ---------------------------
@@ -263,7 +249,9 @@ def _relative(g_norm, c_norm, any_clipped):
   Choice: 1 where ||g|| is 0.
   """
   del any_clipped
-  return jnp.where(g_norm > 0, 1 + c_norm / jnp.where(g_norm > 0, g_norm, 1), 1)
+  has_gradient = g_norm > 0
+  share = c_norm / jnp.where(has_gradient, g_norm, 1)
+  return jnp.where(has_gradient, 1 + share, 1)
 
 
 DIVISORS = {'none': _none, 'paper': _paper, 'floor': _floor, 'relative': _relative}

@@ -21,10 +21,9 @@ from stppo_jax.types import TurnBatch
 
 def sampled_mask(batch: TurnBatch) -> jax.Array:
   """Returns 1 for the agent's tokens [B,T] that the policy sampled."""
-  mask = batch.action_mask.astype(jnp.float32)
   if batch.imitation_mask is None:
-    return mask
-  return mask * (1 - batch.imitation_mask)
+    return batch.action_mask
+  return batch.action_mask * (1 - batch.imitation_mask)
 
 
 def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
@@ -34,21 +33,23 @@ def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
   policy, because no agent sampled them. If the advantages use demonstrations, the rows stay. Then
   their ratios start at 1: their `behaviour_logp` is the trainer's `logp` [B,T] before the update.
   """
-  demonstrated = batch.demonstrated
-  if demonstrated is None:
+  if batch.demonstrated is None:
     return batch
   assert batch.behaviour_logp is not None
-  is_demonstrated = demonstrated[:, None] > 0
-  imitation_mask = jnp.where(is_demonstrated, batch.action_mask, 0)
-  behaviour_logp = jnp.where(is_demonstrated, logp * batch.action_mask, batch.behaviour_logp)
-  batch = dataclasses.replace(batch, imitation_mask=imitation_mask, behaviour_logp=behaviour_logp)
+  is_demonstrated = batch.demonstrated > 0
+  of_token = is_demonstrated[:, None]
+  batch = dataclasses.replace(
+      batch,
+      imitation_mask=jnp.where(of_token, batch.action_mask, 0),
+      behaviour_logp=jnp.where(of_token, logp * batch.action_mask, batch.behaviour_logp),
+  )
   if variant.uses_demonstrations:
     return batch
-  rows = jnp.arange(len(demonstrated), dtype=batch.group_ids.dtype)
+  own_group = -1 - jnp.arange(len(batch.group_ids))
   return dataclasses.replace(
       batch,
-      action_mask=jnp.where(is_demonstrated, 0, batch.action_mask),
-      turn_ids=jnp.where(is_demonstrated, 0, batch.turn_ids),
-      rewards=jnp.where(is_demonstrated, 0, batch.rewards),
-      group_ids=jnp.where(demonstrated > 0, -1 - rows, batch.group_ids),
+      action_mask=jnp.where(of_token, 0, batch.action_mask),
+      turn_ids=jnp.where(of_token, 0, batch.turn_ids),
+      rewards=jnp.where(of_token, 0, batch.rewards),
+      group_ids=jnp.where(is_demonstrated, own_group, batch.group_ids),
   )

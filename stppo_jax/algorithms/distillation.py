@@ -24,6 +24,5 @@ def token_advantages(
   Choice: the advantage is within +-20, because a server may report an impossible token as -9999.
   """
   chex.assert_equal_shape([teacher_logp, old_logp, action_mask])
-  limit = segments.MAX_LOG_RATIO
-  gap = jnp.clip(teacher_logp - old_logp, -limit, limit)
+  gap = segments.bounded(teacher_logp - old_logp)
   return jnp.where(action_mask > 0, gap, 0)

@@ -80,10 +80,7 @@ def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
   """Returns the weights of a mini-batch's tokens in its sums."""
   mask = batch.action_mask.astype(jnp.float32)
   loss_mask = mask if batch.loss_mask is None else batch.loss_mask
-  norm_length = variant.norm_length or None
-  token = losses.aggregation_weights(
-      loss_mask, variant.aggregation, norm_length, batch.turn_ids, batch.episode_ids
-  )
+  token = losses.variant_weights(loss_mask, batch, variant)
   policy = token if batch.is_weights is None else token * batch.is_weights
   value = losses.aggregation_weights(mask, 'token-mean')
   imitation = None

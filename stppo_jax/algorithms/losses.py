@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
+from stppo_jax.types import TurnBatch
 
 if TYPE_CHECKING:
   from stppo_jax.algorithms.variants import Variant
@@ -36,7 +37,7 @@ def clipped_surrogate(
     advantages: jax.Array,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
+    dual_clip: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns PPO's pessimistic surrogate and where its clip removed the gradient, both [B,T].
 
@@ -44,7 +45,7 @@ def clipped_surrogate(
 
   `clipped` is the complement of the paper's set B: A > 0 and w > 1 + clip_high, or A < 0 and
   w < 1 - clip_low. With `dual_clip` = c > 1, tokens with A < 0 and w > c are clipped to c A as well
-  (Ye et al. 2020).
+  (Ye et al. 2020). 0 turns it off.
   Choice: a token exactly on a bound is not clipped and keeps its whole gradient.
   Choice: a token with advantage 0 has no gradient to remove and is not clipped, as in verl.
   """
@@ -52,8 +53,9 @@ def clipped_surrogate(
   too_high = (advantages > 0) & (ratio > 1 + clip_high)
   too_low = (advantages < 0) & (ratio < 1 - clip_low)
   clipped = too_high | too_low
-  bound = jnp.where(too_high, 1 + clip_high, jnp.where(too_low, 1 - clip_low, ratio))
-  if dual_clip is not None:
+  bound = jnp.where(too_high, 1 + clip_high, ratio)
+  bound = jnp.where(too_low, 1 - clip_low, bound)
+  if dual_clip:
     too_far = (advantages < 0) & (ratio > dual_clip)
     clipped = clipped | too_far
     bound = jnp.where(too_far, dual_clip, bound)
@@ -61,15 +63,17 @@ def clipped_surrogate(
 
 
 def value_loss(
-    values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float | None = None
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float = 0.0
 ) -> jax.Array:
   """Returns half the squared error of the critic [B,T], pessimistic within `clip` of old values.
+
+  A `clip` of 0 turns the bound off.
 
   0.5 max( (v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2 )       (PPO's reference implementation)
   """
   chex.assert_equal_shape([values, old_values, returns])
   error = jnp.square(values - returns)
-  if clip is not None:
+  if clip:
     clipped_values = jnp.clip(values, old_values - clip, old_values + clip)
     error = jnp.maximum(error, jnp.square(clipped_values - returns))
   return 0.5 * error
@@ -90,8 +94,9 @@ def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
   if estimator == 'k2':
     return 0.5 * jnp.square(k1)
   if estimator == 'k3':
-    k1 = jnp.clip(k1, -segments.MAX_LOG_RATIO, segments.MAX_LOG_RATIO)
-    return jnp.minimum(jnp.expm1(-k1) + k1, MAX_K3)
+    k1 = segments.bounded(k1)
+    k3 = jnp.expm1(-k1) + k1
+    return jnp.minimum(k3, MAX_K3)
   raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
 
 
@@ -106,30 +111,33 @@ def adaptive_kl(
 
   coefficient * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
 
-  (Ziegler et al. 2019, section 2.2).
+  (Ziegler et al. 2019, section 2.2). A measured KL that is not finite changes nothing, because it
+  would spoil the rest of the run.
   """
   error = jnp.clip(measured_kl / target - 1, -0.2, 0.2)
-  return coefficient * jnp.maximum(1 + error * episodes / horizon, 0)
+  factor = jnp.maximum(1 + error * episodes / horizon, 0)
+  return jnp.where(jnp.isfinite(measured_kl), coefficient * factor, coefficient)
 
 
 def aggregate(
     x: jax.Array,
     mask: jax.Array,
     mode: str,
-    norm_length: int | None = None,
+    norm_length: int = 0,
     turn_ids: jax.Array | None = None,
     episode_ids: jax.Array | None = None,
 ) -> jax.Array:
   """Returns x [B,T] reduced over the masked tokens to a scalar, by one of AGGREGATIONS."""
   chex.assert_equal_shape([x, mask])
   weights = aggregation_weights(mask, mode, norm_length, turn_ids, episode_ids)
-  return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
+  masked = jnp.where(mask.astype(bool), x, 0)
+  return jnp.sum(weights * masked)
 
 
 def aggregation_weights(
     mask: jax.Array,
     mode: str,
-    norm_length: int | None = None,
+    norm_length: int = 0,
     turn_ids: jax.Array | None = None,
     episode_ids: jax.Array | None = None,
 ) -> jax.Array:
@@ -140,7 +148,7 @@ def aggregation_weights(
   token-mean                sum over all masked tokens / their number
   seq-mean-token-sum        mean over episodes of the sum over tokens
   seq-mean-token-mean       mean over episodes of the mean over tokens (the paper's 1/|y|)
-  seq-mean-token-sum-norm   mean over episodes of the sum over tokens / norm_length (default T)
+  seq-mean-token-sum-norm   mean over episodes of the sum over tokens / norm_length (0: T)
   turn-mean-token-mean      mean over all turns of the mean over tokens, needs `turn_ids`
   seq-mean-turn-mean        mean over episodes of the mean over turns of the mean over tokens
 
@@ -150,35 +158,39 @@ def aggregation_weights(
   """
   chex.assert_rank(mask, 2)
   mask = mask.astype(jnp.result_type(float))
-  num_episodes = jnp.maximum(count_episodes(mask, episode_ids), 1)
+  num_episodes = first_rows(mask, episode_ids).sum()
+  num_episodes = jnp.maximum(num_episodes, 1)
   if mode == 'token-mean':
     return mask / jnp.maximum(mask.sum(), 1)
   if mode == 'seq-mean-token-sum':
     return mask / num_episodes
   if mode == 'seq-mean-token-mean':
-    lengths = sum_over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
+    lengths = episode_sums(mask, episode_ids)[:, None]
     return mask / (jnp.maximum(lengths, 1) * num_episodes)
   if mode == 'seq-mean-token-sum-norm':
-    length = mask.shape[1] if norm_length is None else norm_length
+    length = norm_length or mask.shape[1]
     return mask / (num_episodes * length)
-  if mode not in ('turn-mean-token-mean', 'seq-mean-turn-mean'):
+  if mode not in AGGREGATIONS:
     raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
 
   if turn_ids is None:
     raise ValueError(f'aggregation {mode!r} needs turn_ids')
   chex.assert_equal_shape([mask, turn_ids])
   turn_lengths = segments.segment_sum(mask, turn_ids, mask.shape[1] + 1)  # [B,T+1]
-  token_weights = mask / jnp.maximum(jnp.take_along_axis(turn_lengths, turn_ids, axis=1), 1)
-  num_turns = (turn_lengths > 0).sum(axis=1, keepdims=True)
+  own_lengths = jnp.take_along_axis(turn_lengths, turn_ids, axis=1)
+  token_weights = mask / jnp.maximum(own_lengths, 1)
+  is_turn = turn_lengths > 0
   if mode == 'turn-mean-token-mean':
-    return token_weights / jnp.maximum(num_turns.sum(), 1)
-  num_turns = sum_over_rows(num_turns, episode_ids)
+    return token_weights / jnp.maximum(is_turn.sum(), 1)
+  num_turns = episode_sums(is_turn, episode_ids)[:, None]
   return token_weights / (jnp.maximum(num_turns, 1) * num_episodes)
 
 
-def count_episodes(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
-  """Returns the number of episodes with a masked token [B,T]. Rows of an episode count once."""
-  return first_rows(mask, episode_ids).sum()
+def variant_weights(mask: jax.Array, batch: TurnBatch, variant: Variant) -> jax.Array:
+  """Returns the weights [B,T] of the masked tokens by the variant's aggregation."""
+  return aggregation_weights(
+      mask, variant.aggregation, variant.norm_length, batch.turn_ids, batch.episode_ids
+  )
 
 
 def first_rows(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
@@ -186,17 +198,22 @@ def first_rows(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Arr
   has_tokens = mask.any(axis=1)
   if episode_ids is None:
     return has_tokens
-  same = (episode_ids[:, None] == episode_ids[None, :]) & has_tokens[None, :]
-  is_first = jnp.argmax(same, axis=1) == jnp.arange(len(has_tokens))
-  return has_tokens & is_first
+  same = is_same(episode_ids) & has_tokens[None, :]
+  first = jnp.argmax(same, axis=1)
+  return has_tokens & (first == jnp.arange(len(first)))
 
 
-def sum_over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
-  """Returns x [B,1] summed over the rows of each row's episode."""
+def episode_sums(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
+  """Returns the sum of x [B,N] over all rows of each row's episode [B]."""
+  totals = x.sum(axis=1)
   if episode_ids is None:
-    return x
-  same = episode_ids[:, None] == episode_ids[None, :]
-  return jnp.where(same, x[:, 0], 0).sum(axis=1, keepdims=True)
+    return totals
+  return jnp.where(is_same(episode_ids), totals, 0).sum(axis=1)
+
+
+def is_same(ids: jax.Array) -> jax.Array:
+  """Returns whether two rows have the same id, [B,B] bool for ids [B]."""
+  return ids[:, None] == ids[None, :]
 
 
 # --- The surrogates of a variant: (ratio, logp, advantages, variant) -> (objective, clipped) ------
@@ -207,13 +224,12 @@ def surrogate(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the variant's objective of each token, and where clipping changed its gradient [B,T].
 
-  `variant.surrogate` is a name of SURROGATES, or a function with this function's signature.
+  `variant.surrogate` is a name of SURROGATES, or a function with this function's signature. With
+  the ratio 'none' the surrogate is A logp, and nothing is clipped.
   """
-  function = variant.surrogate
-  if not callable(function):
-    if function not in SURROGATES:
-      raise ValueError(f'surrogate {function!r} is none of {", ".join(SURROGATES)}')
-    function = SURROGATES[function]
+  if variant.ratio == 'none':
+    return advantages * logp, jnp.zeros(logp.shape, bool)
+  function = variant.function('surrogate')
   objective, clipped = function(ratio, logp, advantages, variant)
   chex.assert_equal_shape([ratio, objective, clipped])
   return objective, clipped
@@ -221,14 +237,16 @@ def surrogate(
 
 def _clip(ratio, logp, advantages, variant):
   del logp
-  dual_clip = variant.dual_clip or None
-  return clipped_surrogate(ratio, advantages, variant.clip_low, variant.clip_high, dual_clip)
+  return clipped_surrogate(
+      ratio, advantages, variant.clip_low, variant.clip_high, variant.dual_clip
+  )
 
 
 def _cispo(ratio, logp, advantages, variant):
   """Returns sg(clip(w)) A logp, and where the weight was clipped (arXiv 2506.13585)."""
   weight = jnp.clip(ratio, 1 - variant.clip_low, 1 + variant.clip_high)
-  return jax.lax.stop_gradient(weight) * advantages * logp, weight != ratio
+  objective = jax.lax.stop_gradient(weight) * advantages * logp
+  return objective, weight != ratio
 
 
 def _dppo_tv(ratio, logp, advantages, variant):
@@ -249,7 +267,9 @@ def _dppo_kl(ratio, logp, advantages, variant):
   # Not 1 - p + 1e-8: compiled, that is (1 + 1e-8) - p, where 1e-8 is lost.
   rest = jnp.maximum(1 - prob, 1e-8)
   old_rest = jnp.maximum(1 - old_prob, 1e-8)
-  binary_kl = -old_prob * jnp.log(ratio) + old_rest * jnp.log(old_rest / rest)
+  of_token = -old_prob * jnp.log(ratio)
+  of_rest = old_rest * jnp.log(old_rest / rest)
+  binary_kl = of_token + of_rest
   is_up = (binary_kl > variant.clip_high) & (prob > old_prob)
   is_down = (binary_kl > variant.clip_low) & (prob < old_prob)
   return _dppo(ratio, logp, advantages, is_up, is_down)
@@ -265,8 +285,9 @@ def _probabilities(ratio, logp):
 def _dppo(ratio, logp, advantages, is_up, is_down):
   """Returns sg(min(w, 20)) A logp; 0 where the probability went too far in the direction of A."""
   stopped = jnp.where(advantages > 0, is_up, is_down)
-  weight = jax.lax.stop_gradient(jnp.minimum(ratio, DPPO_MAX_RATIO))
-  return jnp.where(stopped, 0, weight * advantages * logp), stopped
+  weight = jnp.minimum(ratio, DPPO_MAX_RATIO)
+  objective = jax.lax.stop_gradient(weight) * advantages * logp
+  return jnp.where(stopped, 0, objective), stopped
 
 
 def _square(ratio, logp, advantages, variant):

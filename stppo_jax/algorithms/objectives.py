@@ -69,17 +69,9 @@ def needs(*names: str) -> Callable[[Objective], Objective]:
   return declare
 
 
-def objective(name: str | Callable) -> Objective | None:
-  """Returns the function of `variant.objective`; None for 'surrogate', which compares no rows."""
-  if callable(name):
-    return name
-  return OBJECTIVES[name]
-
-
 def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> RowCotangents:
   """Differentiates the variant's objective for all rows of a step, in layout [b,T]."""
-  function = objective(variant.objective)
-  assert function is not None
+  function = variant.function('objective')
 
   def loss_of(outputs):
     row_values, clipped = function(outputs, batch, variant)
@@ -90,10 +82,8 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
   row_values, clipped = parts
   mask = batch.action_mask > 0
   log_ratio = jnp.where(mask, outputs.logp - batch.old_logp, 0)
-  limit = segments.MAX_LOG_RATIO
-  log_ratio = jnp.clip(log_ratio, -limit, limit)
   numbers = {
-      'ratio': jnp.exp(log_ratio),
+      'ratio': jnp.exp(segments.bounded(log_ratio)),
       'clipped': clipped & mask,
       'row_values': row_values,
       'pg_loss': loss,
@@ -113,11 +103,8 @@ def counted_tokens(batch: TurnBatch) -> jax.Array:
 
 def episode_sums(x: jax.Array, batch: TurnBatch) -> jax.Array:
   """Returns the sum of x [b,T] over the counted tokens of each row's episode [b]."""
-  is_counted = counted_tokens(batch)
-  counted = jnp.where(is_counted, x, 0)
-  by_row = counted.sum(axis=1, keepdims=True)
-  by_episode = losses.sum_over_rows(by_row, batch.episode_ids)
-  return by_episode[:, 0]
+  counted = jnp.where(counted_tokens(batch), x, 0)
+  return losses.episode_sums(counted, batch.episode_ids)
 
 
 class Groups(NamedTuple):
@@ -132,13 +119,10 @@ def groups(batch: TurnBatch) -> Groups:
   """Returns the groups of a step. Padding, failed and dropped episodes are in none."""
   is_counted = counted_tokens(batch)
   is_first = losses.first_rows(is_counted, batch.episode_ids)
-  own = batch.group_ids[:, None]
-  others = batch.group_ids[None, :]
-  members = (own == others) & is_first
+  members = losses.is_same(batch.group_ids) & is_first[None, :]
   # All agent tokens of an episode have the same advantage. A mean of them would round it.
-  first_tokens = jnp.argmax(is_counted, axis=1, keepdims=True)
-  at_token = jnp.take_along_axis(batch.advantages, first_tokens, axis=1)[:, 0]
-  scores = jnp.where(is_counted.any(axis=1), at_token, 0)
+  scores = jnp.where(is_counted, batch.advantages, -jnp.inf).max(axis=1)
+  scores = jnp.where(is_counted.any(axis=1), scores, 0)
   return Groups(is_first, members, scores)
 
 
@@ -152,11 +136,10 @@ class Pairs(NamedTuple):
   worst: jax.Array  # [b]
   is_counted: jax.Array  # [b] bool, true once for each group in which the scores differ
 
-  def mean(self, x: jax.Array) -> jax.Array:
-    """Returns x [b], a number of each row's pair, as terms [b] of the mean over pairs."""
-    num_pairs = self.is_counted.sum()
-    counted = jnp.where(self.is_counted, x, 0)
-    return counted / jnp.maximum(num_pairs, 1)
+  def terms(self, values: jax.Array) -> jax.Array:
+    """Returns the terms [b] of the mean over pairs, of the values [b] of each row's pair."""
+    num_pairs = jnp.maximum(self.is_counted.sum(), 1)
+    return jnp.where(self.is_counted, values, 0) / num_pairs
 
 
 def best_and_worst(batch: TurnBatch) -> Pairs:
@@ -165,14 +148,11 @@ def best_and_worst(batch: TurnBatch) -> Pairs:
   The first sampled one of equals is chosen, see `Variant.breaks_ties`.
   """
   is_first, members, scores = groups(batch)
-  from_above = jnp.where(members, scores, -jnp.inf)
-  from_below = jnp.where(members, scores, jnp.inf)
-  best = jnp.argmax(from_above, axis=1)
-  worst = jnp.argmin(from_below, axis=1)
+  best = jnp.where(members, scores, -jnp.inf).argmax(axis=1)
+  worst = jnp.where(members, scores, jnp.inf).argmin(axis=1)
   has_spread = scores[best] > scores[worst]
-  rows = jnp.arange(len(scores))
-  first_members = jnp.argmax(members, axis=1)
-  represents_group = is_first & (first_members == rows)
+  first_members = members.argmax(axis=1)
+  represents_group = is_first & (first_members == jnp.arange(len(scores)))
   return Pairs(best, worst, has_spread & represents_group)
 
 
@@ -186,11 +166,10 @@ def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) 
 
   def compare(outputs, batch, variant):
     pairs = best_and_worst(batch)
-    start_logp = getattr(batch, start)
-    log_ratio = episode_sums(outputs.logp - start_logp, batch)
+    log_ratio = episode_sums(outputs.logp - getattr(batch, start), batch)
     h = log_ratio[pairs.best] - log_ratio[pairs.worst]
     values = value_of(h, variant)
-    return pairs.mean(values), _nothing_clipped(outputs)
+    return pairs.terms(values), _nothing_clipped(outputs)
 
   if start == 'ref_logp':
     return needs('reference')(compare)
@@ -224,13 +203,12 @@ def tdpo(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax
   assert outputs.reference_kl is not None
   pairs = best_and_worst(batch)
   log_ratio = episode_sums(outputs.logp - batch.ref_logp, batch)
-  kl = episode_sums(outputs.reference_kl, batch)
-  kl_of_worst = kl[pairs.worst]
-  kl_of_best = jax.lax.stop_gradient(kl[pairs.best])
-  h = log_ratio[pairs.best] - log_ratio[pairs.worst]
-  h -= variant.alpha * (kl_of_worst - kl_of_best)
+  kl = variant.alpha * episode_sums(outputs.reference_kl, batch)
+  of_best = log_ratio + jax.lax.stop_gradient(kl)
+  of_worst = log_ratio + kl
+  h = of_best[pairs.best] - of_worst[pairs.worst]
   values = dpo_value(h, variant)
-  return pairs.mean(values), _nothing_clipped(outputs)
+  return pairs.terms(values), _nothing_clipped(outputs)
 
 
 def _nothing_clipped(outputs):
@@ -252,26 +230,23 @@ def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.
   to the reference is in the reward. Choice: log w_i, and log w_i w_j, are kept within +-20.
   """
   is_first, members, scores = groups(batch)
-  limit = segments.MAX_LOG_RATIO
   log_ratio = episode_sums(outputs.logp - batch.old_logp, batch)
-  log_w = jnp.clip(log_ratio, -limit, limit)
+  log_w = segments.bounded(log_ratio)
   own = log_w[:, None]
   other = log_w[None, :]
-  log_weight = jax.lax.stop_gradient(own + other)
-  log_weight = jnp.clip(log_weight, -limit, limit)
-  weight = jnp.exp(log_weight)
+  log_weight = segments.bounded(own + other)
+  weight = jax.lax.stop_gradient(jnp.exp(log_weight))
   h = (own - other) / 2
   d = scores[:, None] - scores[None, :]
   free = d * h
   bounded = d * jnp.clip(h, -variant.clip_low, variant.clip_high)
   value = weight * jnp.minimum(free, bounded)
-  is_other = ~jnp.eye(len(scores), dtype=bool)
-  is_pair = members & is_other & is_first[:, None]
-  num_others = is_pair.sum(axis=1)
-  num_episodes = is_first.sum()
+  is_itself = jnp.eye(len(scores), dtype=bool)
+  is_pair = members & is_first[:, None] & ~is_itself
+  num_others = jnp.maximum(is_pair.sum(axis=1), 1)
+  num_episodes = jnp.maximum(is_first.sum(), 1)
   total = jnp.where(is_pair, value, 0).sum(axis=1)
-  mean = total / jnp.maximum(num_others, 1)
-  row_values = mean / jnp.maximum(num_episodes, 1)
+  row_values = total / num_others / num_episodes
   clipped_pairs = is_pair & (bounded < free)
   is_clipped = clipped_pairs.any(axis=1, keepdims=True)
   return row_values, jnp.broadcast_to(is_clipped, outputs.logp.shape)
@@ -301,25 +276,22 @@ def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[ja
   target = batch.advantages + variant.alpha * variant.beta * next_drift
   q = variant.beta * (outputs.logp - batch.old_logp)
   error = jnp.where(mask, q - target, 0)
-  norm_length = variant.norm_length or None
-  weights = losses.aggregation_weights(
-      mask, variant.aggregation, norm_length, batch.turn_ids, batch.episode_ids
-  )
-  losses_of_tokens = weights * jnp.square(error)
-  return -losses_of_tokens.sum(axis=1), _nothing_clipped(outputs)
+  weights = losses.variant_weights(mask, batch, variant)
+  row_losses = jnp.sum(weights * jnp.square(error), axis=1)
+  return -row_losses, _nothing_clipped(outputs)
 
 
 def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns x [b,T] at the next token of `mask` in the row; 0 where there is none."""
-  num_tokens = x.shape[1]
-  numbers = jnp.arange(num_tokens)
-  columns = jnp.where(mask, numbers, num_tokens)
-  first_from_here = jax.lax.cummin(columns, axis=1, reverse=True)
-  one_more = ((0, 0), (0, 1))
-  after = first_from_here[:, 1:]
-  places = jnp.pad(after, one_more, constant_values=num_tokens)
-  padded = jnp.pad(x, one_more)
-  return jnp.take_along_axis(padded, places, axis=1)
+
+  def step(value_after, column):
+    value, is_in_mask = column
+    value_here = jnp.where(is_in_mask, value, value_after)
+    return value_here, value_after
+
+  nothing = jnp.zeros_like(x[:, 0])
+  _, values_after = jax.lax.scan(step, nothing, (x.T, mask.T), reverse=True)
+  return values_after.T
 
 
 OBJECTIVES: dict[str, Objective | None] = {

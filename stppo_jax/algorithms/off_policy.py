@@ -61,10 +61,10 @@ def log_weights(
     totals = segments.segment_sum(log_ratio, ids, num_segments)
     return jnp.take_along_axis(totals, ids, axis=1) * mask
   if level == 'sequence_mean':
-    bound = segments.MAX_LOG_RATIO
-    ratio = jnp.exp(jnp.clip(log_ratio, -bound, bound))
+    ratio = jnp.exp(segments.bounded(log_ratio))
     mean = segments.segment_mean(ratio, ids, action_mask, num_segments)
-    return jnp.where(mask > 0, jnp.log(jnp.where(mask > 0, mean, 1)), 0)
+    mean = jnp.where(mask > 0, mean, 1)
+    return jnp.log(mean)
   return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
 
 
@@ -75,9 +75,11 @@ def truncated(log_w: jax.Array, threshold: float, low: float = 0.0) -> jax.Array
   """
   # Truncated before exp, because the product over a long sequence overflows.
   max_log_w = min(math.log(threshold), segments.MAX_LOG_RATIO)
-  weights = jnp.exp(jnp.minimum(log_w, max_log_w))
+  log_w_below = jnp.minimum(log_w, max_log_w)
+  weights = jnp.exp(log_w_below)
   if low:
-    weights = jnp.where(accepted(log_w, low, threshold), weights, 0)
+    is_accepted = accepted(log_w, low, threshold)
+    weights = jnp.where(is_accepted, weights, 0)
   return jax.lax.stop_gradient(weights)
 
 
@@ -87,7 +89,9 @@ def accepted(log_w: jax.Array, low: float, high: float) -> jax.Array:
   verl's rejections 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
   'sequence_geometric' here. Its bounds are those of 1 / w.
   """
-  return (log_w >= jnp.log(low) - _ROUNDING) & (log_w <= jnp.log(high) + _ROUNDING)
+  is_above = log_w >= jnp.log(low) - _ROUNDING
+  is_below = log_w <= jnp.log(high) + _ROUNDING
+  return is_above & is_below
 
 
 def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Array:
@@ -95,12 +99,13 @@ def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Ar
 
   Choice: the mean is taken over the whole batch. If it is 0, nothing is divided.
   """
-  chex.assert_equal_shape([weights, action_mask])
-  mask = action_mask.astype(weights.dtype)
-  unit = 'seq-mean-token-mean' if level.startswith('sequence') else 'token-mean'
-  mean = losses.aggregate(weights, mask, unit)
-  has_mean = (mask > 0) & (mean > 1e-8)
-  return jnp.where(has_mean, weights / jnp.maximum(mean, 1e-8), weights)
+  unit = 'token-mean'
+  if level.startswith('sequence'):
+    unit = 'seq-mean-token-mean'
+  mean = losses.aggregate(weights, action_mask, unit)
+  has_mean = (action_mask > 0) & (mean > 1e-8)
+  quotient = weights / jnp.maximum(mean, 1e-8)
+  return jnp.where(has_mean, quotient, weights)
 
 
 def effective_share(
@@ -115,13 +120,17 @@ def effective_share(
   taken on it. log w is kept within 20 of the largest.
   """
   chex.assert_equal_shape([logp, behaviour_logp, action_mask])
-  mask = action_mask.astype(logp.dtype)
+  mask = action_mask > 0
   has_tokens = mask.any(axis=1)
-  log_ratio = jnp.where(mask > 0, logp - behaviour_logp, 0)
-  log_w = jnp.where(has_tokens, log_ratio.sum(axis=1), -jnp.inf)
+  log_ratio = jnp.where(mask, logp - behaviour_logp, 0)
+  log_w = log_ratio.sum(axis=1)
+  log_w = jnp.where(has_tokens, log_w, -jnp.inf)
   log_w = jax.lax.stop_gradient(log_w)
   # Relative to the largest: a share does not depend on a common factor, and nothing overflows.
-  log_w -= jnp.where(has_tokens.any(), log_w.max(), 0)
-  w = jnp.where(has_tokens, jnp.exp(jnp.maximum(log_w, -segments.MAX_LOG_RATIO)), 0)
-  share = jnp.square(w.sum()) / jnp.maximum(jnp.square(w).sum() * has_tokens.sum(), 1e-30)
-  return jnp.where(has_tokens.any(), share, 1)
+  any_tokens = has_tokens.any()
+  log_w -= jnp.where(any_tokens, log_w.max(), 0)
+  log_w = jnp.maximum(log_w, -segments.MAX_LOG_RATIO)
+  w = jnp.where(has_tokens, jnp.exp(log_w), 0)
+  most = jnp.square(w).sum() * has_tokens.sum()
+  share = jnp.square(w.sum()) / jnp.maximum(most, 1e-30)
+  return jnp.where(any_tokens, share, 1)

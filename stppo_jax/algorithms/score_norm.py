@@ -32,12 +32,13 @@ class ScoreMoments(NamedTuple):
   @classmethod
   def zero(cls) -> ScoreMoments:
     """Returns the moments of no scores."""
-    return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+    return cls(*jnp.zeros(3))
 
   @property
   def deviation(self) -> jax.Array:
     """The sample deviation (n - 1); 1 where the scores differ by rounding only."""
-    deviation = jnp.sqrt(self.squares / jnp.maximum(self.num_scores - 1, 1))
+    variance = self.squares / jnp.maximum(self.num_scores - 1, 1)
+    deviation = jnp.sqrt(variance)
     has_spread = deviation > types.ROUNDING * jnp.abs(self.mean)
     return jnp.where(has_spread, deviation, 1)
 
@@ -48,14 +49,14 @@ class ScoreMoments(NamedTuple):
 
       n' = n + k,   m' = m + (b - m) k / n',   S' = S + T + (b - m)^2 n k / n'
     """
-    k = counts.sum().astype(jnp.float32)
+    k = counts.sum()
     b = jnp.sum(scores * counts) / jnp.maximum(k, 1)
     within = jnp.sum(jnp.square(scores - b) * counts)
-    count = self.num_scores + k
-    share = k / jnp.maximum(count, 1)
+    num_scores = self.num_scores + k
+    share = k / jnp.maximum(num_scores, 1)
     gap = b - self.mean
-    squares = self.squares + within + jnp.square(gap) * self.num_scores * share
-    return ScoreMoments(count, self.mean + gap * share, squares)
+    between = jnp.square(gap) * self.num_scores * share
+    return ScoreMoments(num_scores, self.mean + gap * share, self.squares + within + between)
 
 
 def normalise(
@@ -70,10 +71,9 @@ def normalise(
   without agent tokens do not count.
   """
   mask = batch.action_mask
-  counts = mask.any(axis=1)
   rewards = batch.rewards * mask
   scores = rewards.sum(axis=1)
-  moments = moments.merged(scores, counts)
+  moments = moments.merged(scores, mask.any(axis=1))
   scaled = scores / moments.deviation
   target = scaled
   if variant.score_norm == 'normalise':
@@ -81,7 +81,8 @@ def normalise(
   if variant.score_clip:
     target = jnp.clip(target, -variant.score_clip, variant.score_clip)
   columns = jnp.arange(mask.shape[1])
-  last = jnp.max(jnp.where(mask > 0, columns, -1), axis=1)
+  last = jnp.where(mask > 0, columns, -1).max(axis=1)
   is_last = columns == last[:, None]
-  rewards = rewards / moments.deviation + jnp.where(is_last, (target - scaled)[:, None], 0)
+  rest = (target - scaled)[:, None]
+  rewards = rewards / moments.deviation + jnp.where(is_last, rest, 0)
   return dataclasses.replace(batch, rewards=rewards), moments

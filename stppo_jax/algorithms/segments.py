@@ -4,6 +4,8 @@ One function computes token, turn and sequence ratios: the exponential of the me
 segment. Only the segment ids differ.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,17 +32,18 @@ def segment_ids(
   chex.assert_equal_shape([action_mask, turn_ids])
   mask = action_mask.astype(jnp.int32)
   num_tokens = mask.shape[1]
-  if level == 'token':
-    positions = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
-    return mask * positions[None, :], num_tokens + 1
-  if level == 'turn':
-    return mask * turn_ids.astype(jnp.int32), num_tokens + 1
-  if level == 'chunk':
-    index = jnp.cumsum(mask, axis=1) - 1  # position among the agent tokens of the row
-    return mask * (index // chunk_length + 1), num_tokens + 1
   if level == 'sequence':
     return mask, 2
-  raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
+  if level == 'token':
+    ids = jnp.arange(1, num_tokens + 1)[None, :]
+  elif level == 'turn':
+    ids = turn_ids
+  elif level == 'chunk':
+    index = jnp.cumsum(mask, axis=1) - 1  # position among the agent tokens of the row
+    ids = index // chunk_length + 1
+  else:
+    raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
+  return mask * ids, num_tokens + 1
 
 
 def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, int]:
@@ -51,18 +54,18 @@ def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, i
   chex.assert_equal_shape([labels, action_mask])
   order = jnp.argsort(labels, axis=1)
   sorted_labels = jnp.take_along_axis(labels, order, axis=1)
-  is_new = jnp.diff(sorted_labels, axis=1, prepend=sorted_labels[:, :1] - 1) != 0
+  before_first = sorted_labels[:, :1] - 1
+  is_new = jnp.diff(sorted_labels, axis=1, prepend=before_first) != 0
   sorted_ranks = jnp.cumsum(is_new, axis=1)
-  ranks = jnp.take_along_axis(sorted_ranks, jnp.argsort(order, axis=1), axis=1)
-  return ranks * action_mask.astype(jnp.int32), labels.shape[1] + 1
+  places = jnp.argsort(order, axis=1)
+  ranks = jnp.take_along_axis(sorted_ranks, places, axis=1)
+  mask = action_mask.astype(jnp.int32)
+  return ranks * mask, labels.shape[1] + 1
 
 
 def segment_sum(x: jax.Array, segment_ids: jax.Array, num_segments: int) -> jax.Array:
   """Returns the sum of x [B,T] over each segment of each row [B,num_segments]."""
-
-  def sum_row(row, row_ids):
-    return jax.ops.segment_sum(row, row_ids, num_segments)
-
+  sum_row = functools.partial(jax.ops.segment_sum, num_segments=num_segments)
   return jax.vmap(sum_row)(x, segment_ids)
 
 
@@ -77,10 +80,16 @@ def segment_mean(
   chex.assert_rank([x, segment_ids, mask], 2)
   chex.assert_equal_shape([x, segment_ids, mask])
   mask = mask.astype(x.dtype)
-  totals = segment_sum(jnp.where(mask > 0, x, 0), segment_ids, num_segments)
+  masked = jnp.where(mask > 0, x, 0)
+  totals = segment_sum(masked, segment_ids, num_segments)
   counts = segment_sum(mask, segment_ids, num_segments)
   means = totals / jnp.maximum(counts, 1)
   return jnp.take_along_axis(means, segment_ids, axis=1) * mask
+
+
+def bounded(log_ratio: jax.Array) -> jax.Array:
+  """Returns log-ratios of any shape, kept within +-`MAX_LOG_RATIO`."""
+  return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_ratio(
@@ -103,6 +112,7 @@ def importance_ratio(
   chex.assert_equal_shape([logp, old_logp, action_mask, segment_ids])
   log_ratio = segment_mean(logp - old_logp, segment_ids, action_mask, num_segments)
   if product:
-    lengths = segment_sum(action_mask.astype(log_ratio.dtype), segment_ids, num_segments)
+    mask = action_mask.astype(log_ratio.dtype)
+    lengths = segment_sum(mask, segment_ids, num_segments)
     log_ratio *= jnp.take_along_axis(lengths, segment_ids, axis=1)
-  return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+  return jnp.exp(bounded(log_ratio))

@@ -7,11 +7,14 @@ support from value_low to value_high.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from stppo_jax.algorithms import losses
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 VALUE_LOSSES = ('mse', 'hl_gauss')
 SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
-# Returns should stay this many bins away from each end of the support: three standard deviations.
+# Returns should stay this many bins away from each end of the support: four standard deviations.
 MARGIN = 4 * SMOOTHING
 
 
@@ -46,13 +49,11 @@ def loss(
   value is the entropy of the targets, and not 0.
   """
   if variant.value_loss == 'mse':
-    clip = variant.value_clip or None
-    return losses.value_loss(outputs, old_values, returns, clip)
+    return losses.value_loss(outputs, old_values, returns, variant.value_clip)
   chex.assert_equal_shape_prefix([outputs, returns], 2)
   num_bins = outputs.shape[-1]
   targets = gaussian_targets(returns, variant.value_low, variant.value_high, num_bins)
-  log_probabilities = jax.nn.log_softmax(outputs)
-  return -jnp.sum(targets * log_probabilities, axis=-1)
+  return optax.losses.softmax_cross_entropy(outputs, targets)
 
 
 def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int) -> jax.Array:
@@ -68,9 +69,7 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   """
   width = (high - low) / num_bins
   y = jnp.clip(returns, low, high)
-  edges = _edges(low, high, num_bins)
-  edges = jnp.broadcast_to(edges, (*y.shape, num_bins + 1))
-  distance = edges - y[..., None]
+  distance = _edges(low, high, num_bins) - y[..., None]
   below = jax.scipy.stats.norm.cdf(distance / (SMOOTHING * width))
   mass = jnp.diff(below, axis=-1)
   return mass / mass.sum(axis=-1, keepdims=True)
@@ -80,9 +79,7 @@ def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) 
   """Returns the share of the agent's tokens whose return is within `MARGIN` bins of an end."""
   low, high = inner_support(variant)
   is_outside = (returns < low) | (returns > high)
-  num_outside = jnp.sum(is_outside * action_mask)
-  num_tokens = jnp.maximum(action_mask.sum(), 1)
-  return num_outside / num_tokens
+  return losses.aggregate(is_outside, action_mask, 'token-mean')
 
 
 def inner_support(variant: Variant) -> tuple[float, float]:
@@ -92,5 +89,11 @@ def inner_support(variant: Variant) -> tuple[float, float]:
   return variant.value_low + margin, variant.value_high - margin
 
 
-def _edges(low: float, high: float, num_bins: int) -> jax.Array:
+def labels(variant: Variant) -> tuple[str, ...]:
+  """Returns a name of each bin with its edges. The config.json of a critic's folder has them."""
+  edges = np.linspace(variant.value_low, variant.value_high, variant.value_bins + 1)
+  return tuple(f'bin from {low:.6g} to {high:.6g}' for low, high in itertools.pairwise(edges))
+
+
+def _edges(low, high, num_bins):
   return jnp.linspace(low, high, num_bins + 1)

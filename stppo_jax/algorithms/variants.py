@@ -168,25 +168,38 @@ class Variant:
   log_bias: bool = setting(
       True, 'measure ||C|| for every variant, not only for those that divide by it')
 
+  def function(self, column: str) -> Callable:
+    """Returns the function of a column: the column itself, or the built-in that it names."""
+    value = getattr(self, column)
+    if callable(value):
+      return value
+    names = BUILT_IN[column]
+    if value not in names:
+      raise ValueError(f'{column} {value!r} is none of {", ".join(names)}')
+    return names[value]
+
+  def _advantage_has(self, attribute: str) -> bool:
+    return getattr(self.function('advantage'), attribute, False)
+
   @property
   def needs_critic(self) -> bool:
     """Whether the advantages are built on learnt values."""
-    return getattr(advantages.estimator(self.advantage), 'needs_critic', False)
+    return self._advantage_has('needs_critic')
 
   @property
-  def value_outputs(self) -> int:
-    """The number of outputs of the value head."""
-    return 1 if self.value_loss == 'mse' else self.value_bins
+  def value_labels(self) -> tuple[str, ...]:
+    """Names of the outputs of the value head, see `ModelConfig.value_labels`."""
+    return ('value',) if self.value_loss == 'mse' else value_bins.labels(self)
 
   @property
   def needs_groups(self) -> bool:
     """Whether the advantages compare several episodes of one task."""
-    return getattr(advantages.estimator(self.advantage), 'needs_groups', False)
+    return self._advantage_has('needs_groups')
 
   @property
   def uses_demonstrations(self) -> bool:
     """Whether demonstrations are rows of the policy gradient, and not only imitated."""
-    return getattr(advantages.estimator(self.advantage), 'uses_demonstrations', False)
+    return self._advantage_has('uses_demonstrations')
 
   @property
   def compares_rows(self) -> bool:
@@ -196,13 +209,12 @@ class Variant:
   @property
   def breaks_ties(self) -> bool:
     """Whether the first of equal episodes is preferred. The rows then keep the sampled order."""
-    has_ties = getattr(advantages.estimator(self.advantage), 'breaks_ties', False)
-    return has_ties or self.compares_rows
+    return self.compares_rows or self._advantage_has('breaks_ties')
 
   @property
   def needs(self) -> tuple[str, ...]:
     """What the objective reads besides log-probs, see `objectives.needs`."""
-    return getattr(objectives.objective(self.objective), 'needs', ())
+    return getattr(self.function('objective'), 'needs', ())
 
   @property
   def needs_reference(self) -> bool:
@@ -236,11 +248,13 @@ class GraoVariant(Variant):
 # fmt: on
 
 
-# Field -> the names of its built-ins, for the fields that may also hold a function.
-BUILT_IN: dict[str, tuple[str, ...]] = {
-    field.name: field.metadata['rules'].allowed
-    for field in dataclasses.fields(Variant)
-    if field.metadata['rules'].plugin
+# Column -> its built-ins by name, for the columns that may also hold a function.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    'advantage': advantages.ESTIMATORS,
+    'ratio': dict.fromkeys(RATIOS),  # names of segments, see `correction`
+    'surrogate': losses.SURROGATES,
+    'objective': objectives.OBJECTIVES,
+    'divisor': correction.DIVISORS,
 }
 
 

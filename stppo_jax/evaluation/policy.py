@@ -152,8 +152,8 @@ def _read(config, workdir):
 
   def load_model(head, folder=None, unused_memory_kind=None):
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
-      return prepare.load_policy(config, head, folder, place, variant.value_outputs)
-    model = prepare.load_shape(config, head, folder, variant.value_outputs)
+      return prepare.load_policy(config, head, folder, place, variant.value_labels)
+    model = prepare.load_shape(config, head, folder, variant.value_labels)
     return model, decoder.shapes(model)
 
   parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)

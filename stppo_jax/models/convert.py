@@ -33,13 +33,14 @@ def load_hf(
     param_dtype: str = 'float32',
     dtype: str = 'float32',
     shardings: Callable[[Any], Any] | None = None,
-    value_outputs: int = 1,
+    value_labels: tuple[str, ...] = ('value',),
 ) -> tuple[decoder.ModelConfig, decoder.Params]:
   """Loads (ModelConfig, params) from a folder with config.json and safetensors.
 
   With head 'value' the output matrix is dropped. A folder without a value head gets a zero one, so
   a critic can start from its policy's folder. `param_dtype` is that of the loaded parameters,
-  whatever the folder has, and `dtype` that of the computation. A value head has `value_outputs`.
+  whatever the folder has, and `dtype` that of the computation. A value head has the outputs
+  `value_labels`.
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
   then put on the devices one by one, and the host holds one at a time. Without it they are NumPy
@@ -48,7 +49,7 @@ def load_hf(
   UserError: an unsupported config or weights, or keys other than the table's.
   """
   folder = pathlib.Path(folder)
-  config = hf_config.load(folder, head, param_dtype, dtype, value_outputs)
+  config = hf_config.load(folder, head, param_dtype, dtype, value_labels)
   entries = hf_config.table(config)
   shapes = decoder.shapes(config)
   places = () if shardings is None else (shardings(shapes),)

@@ -107,7 +107,7 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
     kernel = 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)
     params['lm_head'] = {'kernel': kernel}
   if config.head in ('value', 'both'):
-    n = config.value_outputs
+    n = len(config.value_labels)
     params['value_head'] = {'kernel': jnp.zeros((d, n), dtype), 'bias': jnp.zeros((n,), dtype)}
   return params
 

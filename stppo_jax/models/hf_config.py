@@ -55,7 +55,7 @@ def load(
     head: str = 'tokens',
     param_dtype: str = 'float32',
     dtype: str = 'float32',
-    value_outputs: int = 1,
+    value_labels: tuple[str, ...] = ('value',),
 ) -> decoder.ModelConfig:
   """Reads the ModelConfig from a folder's config.json. UserError: not a supported model."""
   check_is_no_gguf(folder)
@@ -73,6 +73,8 @@ def load(
         f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
         "with head='value' or give a policy's folder"
     )
+  if head == 'value':
+    _check_bins(path, raw, value_labels)
   number = functools.partial(_number, path, raw)
   d_model = number('hidden_size')
   num_layers = number('num_hidden_layers')
@@ -106,7 +108,7 @@ def load(
       qk_norm=family in ('qwen3', 'qwen3_moe'),
       family=family,
       head=head,
-      value_outputs=value_outputs,
+      value_labels=value_labels,
       dtype=dtype,
       param_dtype=param_dtype,
       max_positions=number('max_position_embeddings', 32_768),
@@ -201,12 +203,9 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
         'mlp_only_layers': [],
     }
   if config.head == 'value':
-    labels = ['value']
-    if config.value_outputs > 1:
-      labels = [f'bin_{k}' for k in range(config.value_outputs)]
     raw |= {
-        'id2label': {str(k): label for k, label in enumerate(labels)},
-        'label2id': {label: k for k, label in enumerate(labels)},
+        'id2label': {str(k): label for k, label in enumerate(config.value_labels)},
+        'label2id': {label: k for k, label in enumerate(config.value_labels)},
         'classifier_dropout': 0.0,
     }
   return raw | token_ids
@@ -260,7 +259,7 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
   if config.head in ('value', 'both'):
-    n = config.value_outputs
+    n = len(config.value_labels)
     entries.append(Entry('score.weight', 'value_head/kernel', None, (n, d), True))
     entries.append(Entry('score.bias', 'value_head/bias', None, (n,), False))
   return entries
@@ -316,6 +315,20 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
   """Writes indented JSON."""
   path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')
+
+
+def _check_bins(path, raw, value_labels):
+  """Raises UserError for a critic whose bins have other edges. Another number of bins is allowed.
+
+  `convert.load_hf` reports the number, after it has looked at the weights.
+  """
+  labels = list((raw.get('id2label') or {}).values())
+  has_bins = len(labels) == len(value_labels) and str(labels[0]).startswith('bin from')
+  if has_bins and labels != list(value_labels):
+    raise UserError(
+        f'{path}: the first output of its value head is {labels[0]!r}, and algorithm.value_low and '
+        f'value_high make it {value_labels[0]!r}; set them as in its training'
+    )
 
 
 def _check_supported(path, raw):

@@ -33,7 +33,7 @@ class ModelConfig:
     qk_norm: whether query and key are normalised, as in Qwen3.
     family: key names that convert.py reads and writes: 'qwen2' | 'qwen3' | 'qwen3_moe' | 'llama'.
     head: 'tokens' | 'value' | 'both' (two heads on one trunk).
-    value_outputs: outputs of the value head. 1: the value. More: the logits of that many bins.
+    value_labels: names of the outputs of the value head: the value, or the logits of bins.
     dtype: dtype of the computation, 'float32' | 'bfloat16'.
     param_dtype: dtype of the stored parameters.
     remat: what the backward pass recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls).
@@ -64,7 +64,7 @@ class ModelConfig:
   qk_norm: bool = False
   family: str = 'qwen2'
   head: str = 'tokens'
-  value_outputs: int = 1
+  value_labels: tuple[str, ...] = ('value',)
   dtype: str = 'float32'
   param_dtype: str = 'float32'
   remat: str = 'none'

@@ -130,7 +130,7 @@ def make(config: Config, topology: str = '') -> Plan:
     return sharding.placed(shapes, sharding.tree_shardings(shapes, mesh, memory_kind))
 
   def load(head, folder=None, memory_kind=None):
-    model = prepare.load_shape(config, head, folder, variant.value_outputs)
+    model = prepare.load_shape(config, head, folder, variant.value_labels)
     return model, on_mesh(decoder.shapes(model), memory_kind)
 
   def make_shapes(function):

@@ -92,24 +92,27 @@ def load_policy(
     head: str = 'tokens',
     folder: str | None = None,
     shardings: Callable | None = None,
-    value_outputs: int = 1,
+    value_labels: tuple[str, ...] = ('value',),
 ) -> tuple[decoder.ModelConfig, dict]:
   """Loads (ModelConfig, parameters) from the config's folder, with the run's compute settings.
 
   Parameters are on the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
-  A value head has `value_outputs`, see `Variant.value_outputs`.
+  A value head has the outputs `value_labels`, see `Variant.value_labels`.
   """
   folder = folder or model_folder(config)
   hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
   shape, params = convert.load_hf(
-      folder, head=head, param_dtype=dtype, shardings=shardings, value_outputs=value_outputs
+      folder, head=head, param_dtype=dtype, shardings=shardings, value_labels=value_labels
   )
   return _with_compute_settings(shape, config.model), params
 
 
 def load_shape(
-    config, head: str = 'tokens', folder: str | None = None, value_outputs: int = 1
+    config,
+    head: str = 'tokens',
+    folder: str | None = None,
+    value_labels: tuple[str, ...] = ('value',),
 ) -> decoder.ModelConfig:
   """Returns the ModelConfig that `load_policy` would give, without weights.
 
@@ -122,15 +125,16 @@ def load_shape(
   base_name = os.path.basename(folder.rstrip('/')).lower()
   preset = base_name.removesuffix('-instruct').removesuffix('-base')
   if os.path.isdir(folder):
-    shape = hf_config.load(folder, head=head, param_dtype=dtype)
+    shape = hf_config.load(folder, head=head, param_dtype=dtype, value_labels=value_labels)
   elif preset in layers.PRESETS:
-    shape = dataclasses.replace(layers.PRESETS[preset], head=head, param_dtype=dtype)
+    shape = dataclasses.replace(
+        layers.PRESETS[preset], head=head, param_dtype=dtype, value_labels=value_labels
+    )
   else:
     raise UserError(
         f'{folder}: no such folder, and {preset!r} is no known shape: give a folder with a '
         f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
     )
-  shape = dataclasses.replace(shape, value_outputs=value_outputs)
   return _with_compute_settings(shape, config.model)
 
 

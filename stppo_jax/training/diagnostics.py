@@ -24,6 +24,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.training.state import Spec
 
 if TYPE_CHECKING:
@@ -51,16 +52,14 @@ def sampler_gap(
     behaviour_logp: jax.Array,
     mask: jax.Array,
     turn_ids: jax.Array,
-    level: str = 'none',
-    threshold: float = jnp.inf,
-    low: float = 0.0,
+    variant: Variant,
 ) -> dict[str, jax.Array]:
   """Measures the gap between the trainer's and the sampler's log-probs, as verl 0.9.1 does.
 
-  The metrics rollout_is_.. describe the weights of `off_policy` at `level`, before they are
-  normalised. With level 'none' nothing is weighted, and the metrics describe the weights of 'token'
-  without truncation. Mean, deviation and effective sample size (a share of the tokens) are over
-  tokens, after truncation. The other metrics depend on the level:
+  The metrics rollout_is_.. describe the weights of `off_policy` at the level `variant.rollout_is`,
+  before they are normalised. With level 'none' nothing is weighted, and the metrics describe the
+  weights of 'token' without truncation. Mean, deviation and effective sample size (a share of the
+  tokens) are over tokens, after truncation. The other metrics depend on the level:
 
                  maximum and minimum    shares above and below the bounds
   token, turn    after truncation       of the tokens
@@ -70,9 +69,8 @@ def sampler_gap(
   rows = mask.any(axis=1).astype(mask.dtype)
   token_mean = functools.partial(_mean, over=mask)
   row_mean = functools.partial(_mean, over=rows)
-  limit = segments.MAX_LOG_RATIO
-  trainer = -_per_row(logp, mask)  # log perplexity, as the next
-  sampler = -_per_row(behaviour_logp, mask)
+  trainer = -_mean(logp, mask, axis=1)  # log perplexity, as the next
+  sampler = -_mean(behaviour_logp, mask, axis=1)
   metrics = {
       'kl': token_mean(-log_ratio),
       'k3_kl': token_mean(jnp.exp(log_ratio) - 1 - log_ratio),
@@ -81,34 +79,40 @@ def sampler_gap(
       'training_ppl': row_mean(jnp.exp(trainer)),
       'rollout_ppl': row_mean(jnp.exp(sampler)),
       'ppl_ratio': row_mean(jnp.exp(trainer - sampler)),
-      'chi2_token': token_mean(jnp.exp(2 * jnp.clip(log_ratio, -limit, limit))) - 1,
-      'chi2_seq': row_mean(jnp.exp(2 * jnp.clip(log_ratio.sum(axis=1), -limit, limit))) - 1,
+      'chi2_token': token_mean(_squared_ratio(log_ratio)) - 1,
+      'chi2_seq': row_mean(_squared_ratio(log_ratio.sum(axis=1))) - 1,
   }
+  level = variant.rollout_is
+  threshold = variant.rollout_is_threshold
+  low = variant.rollout_is_low
   if level == 'none':
-    level, threshold = 'token', jnp.inf
+    level = 'token'
+    threshold = jnp.inf
+    low = 0.0
   log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
   used = off_policy.truncated(log_w, threshold, low)
-  for name, x in _weights_summary(log_w, used, mask, level, threshold, low):
-    metrics[f'rollout_is_{name}'] = x
-  return {f'rollout_corr/{name}': x for name, x in metrics.items()}
-
-
-def _weights_summary(log_w, used, mask, level, threshold, low):
-  """Yields (name, value) of verl's summary of the weights `used`, whose logarithms were log_w."""
   extremes = used
   over = mask
   if level.startswith('sequence'):
     extremes = jnp.exp(jnp.minimum(log_w, segments.MAX_LOG_RATIO))
-    over = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # each sequence counts once
-  used_mean = _mean(used, mask)
-  used_square = _mean(jnp.square(used), mask)
-  yield 'mean', used_mean
-  yield 'std', jnp.sqrt(_mean(jnp.square(used - used_mean), mask))
-  yield 'eff_sample_size', jnp.square(used_mean) / jnp.maximum(used_square, 1e-30)
-  yield 'max', jnp.where(mask > 0, extremes, -jnp.inf).max()
-  yield 'min', jnp.where(mask > 0, extremes, jnp.inf).min()
-  yield 'ratio_fraction_high', _mean(log_w > jnp.log(threshold), over)
-  yield 'ratio_fraction_low', _mean(log_w < jnp.log(low or 1 / threshold), over)
+    lengths = mask.sum(axis=1, keepdims=True)
+    over = mask / jnp.maximum(lengths, 1)  # each sequence counts once
+  used_mean = token_mean(used)
+  used_square = token_mean(jnp.square(used))
+  metrics |= {
+      'rollout_is_mean': used_mean,
+      'rollout_is_std': jnp.sqrt(_variance(used, mask)),
+      'rollout_is_eff_sample_size': jnp.square(used_mean) / jnp.maximum(used_square, 1e-30),
+      'rollout_is_max': jnp.where(mask > 0, extremes, -jnp.inf).max(),
+      'rollout_is_min': jnp.where(mask > 0, extremes, jnp.inf).min(),
+      'rollout_is_ratio_fraction_high': _mean(log_w > jnp.log(threshold), over),
+      'rollout_is_ratio_fraction_low': _mean(log_w < jnp.log(low or 1 / threshold), over),
+  }
+  return {f'rollout_corr/{name}': x for name, x in metrics.items()}
+
+
+def _squared_ratio(log_ratio):
+  return jnp.exp(2 * segments.bounded(log_ratio))
 
 
 def batch_summary(batch: types.TurnBatch, has_values: bool) -> dict[str, jax.Array]:
@@ -135,7 +139,8 @@ def _batch_metrics(batch, has_values):
 
 def _explained_variance(batch, mask):
   """Returns the share of the returns' variance that the values explain, by verl's formula."""
-  unbiased = mask.sum() / jnp.maximum(mask.sum() - 1, 1)
+  num_tokens = mask.sum()
+  unbiased = num_tokens / jnp.maximum(num_tokens - 1, 1)
   spread = _variance(batch.returns, mask) * unbiased
   error = _variance(batch.returns - batch.old_values, mask) * unbiased
   return 1 - error / (spread + 1e-5)
@@ -151,9 +156,8 @@ def step_summary(
   metrics = _step_metrics(spec, batch, weights, tokens)
   if weights.imitation is not None:
     has_demonstrations = weights.imitation.any()
-    metrics['actor/imitation_loss'] = jnp.where(
-        has_demonstrations, tokens['imitation_loss'], jnp.nan
-    )
+    imitation_loss = jnp.where(has_demonstrations, tokens['imitation_loss'], jnp.nan)
+    metrics['actor/imitation_loss'] = imitation_loss
   for role, rows in _by_role(batch):
     if spec.variant.compares_rows:
       is_role = rows.action_mask.any(axis=1)
@@ -177,8 +181,8 @@ def _step_metrics(spec, batch, weights, tokens):
   """
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask
-  limit = segments.MAX_LOG_RATIO
-  log_ratio = jnp.clip((tokens['logp'] - batch.old_logp) * mask, -limit, limit)
+  log_ratio = (tokens['logp'] - batch.old_logp) * mask
+  log_ratio = segments.bounded(log_ratio)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
   is_too_far = _is_too_far(spec.variant, batch, tokens)
   metrics = {
@@ -197,7 +201,8 @@ def _step_metrics(spec, batch, weights, tokens):
     ratio = segments.importance_ratio(
         tokens['logp'], batch.old_logp, batch.action_mask, ids, num_segments
     )
-    metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
+    variance = _variance(ratio, mask)
+    metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(variance)
   is_positive = batch.advantages >= 0
   for turn in range(1, spec.num_logged_turns + 1):
     in_turn = (batch.turn_ids == turn) & (counted > 0)
@@ -255,7 +260,11 @@ ROLE_NAMES = {
 
 def role_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the metrics of the rows or of the policy of a role, under the role's name."""
-  return {f'role/{role}/{ROLE_NAMES[name]}': x for name, x in metrics.items() if name in ROLE_NAMES}
+  chosen = {}
+  for name, name_of_role in ROLE_NAMES.items():
+    if name in metrics:
+      chosen[f'role/{role}/{name_of_role}'] = metrics[name]
+  return chosen
 
 
 def _by_role(batch):
@@ -278,11 +287,13 @@ def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, 
   """
   counted = [part for part in policy_updates if part.has_tokens] or list(policy_updates)
   metrics = means([part.metrics for part in counted])
+  steps = []
   for part in counted:
+    own_steps = [step.metrics for step in part.step_metrics]
+    steps += own_steps
     if part.policy and part.has_tokens:
-      own_steps = means([step.metrics for step in part.step_metrics])
-      metrics |= role_metrics(part.policy, means([part.metrics]) | own_steps)
-  steps = [step.metrics for part in counted for step in part.step_metrics]
+      own_metrics = means([part.metrics]) | means(own_steps)
+      metrics |= role_metrics(part.policy, own_metrics)
   metrics |= means(steps)
   if _FACTOR in metrics:
     factors = [float(step[_FACTOR]) for step in steps]
@@ -291,7 +302,7 @@ def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, 
     for i, factor in enumerate(factors[:_MAX_STEPS], start=1):
       metrics[f'{_FACTOR}_step{i}'] = factor
   # The number of steps skipped in a row.
-  metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)
+  metrics['actor/skipped'] = int(max(step['actor/skipped'] for step in steps))
   return metrics
 
 
@@ -311,8 +322,8 @@ def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   return result
 
 
-def _mean(x, over):
-  return jnp.sum(x * over) / jnp.maximum(over.sum(), 1)
+def _mean(x, over, axis=None):
+  return jnp.sum(x * over, axis) / jnp.maximum(over.sum(axis), 1)
 
 
 def _summary(name, x, over):
@@ -325,11 +336,6 @@ def _summary(name, x, over):
   }
 
 
-def _per_row(x, mask):
-  return jnp.sum(x * mask, axis=1) / jnp.maximum(mask.sum(axis=1), 1)
-
-
-def _variance(x, mask):
-  total = jnp.maximum(mask.sum(), 1)
-  mean = jnp.sum(x * mask) / total
-  return jnp.sum(jnp.square(x - mean) * mask) / total
+def _variance(x, over):
+  mean = _mean(x, over)
+  return _mean(jnp.square(x - mean), over)

@@ -61,6 +61,14 @@ class PolicyUpdate(typing.NamedTuple):
     return any(map(batching.trained_length, self.episodes))
 
 
+class Dealt(typing.NamedTuple):
+  """The rows of a policy on the devices, dealt out to optimizer steps."""
+
+  episodes: list[types.Episode]  # in the order of the batch's rows
+  batch: types.TurnBatch
+  steps: list[packing.Step]
+
+
 @dataclasses.dataclass
 class Learner:
   """One policy in training.
@@ -88,45 +96,50 @@ class Learner:
     """The state that the next update starts from, whose policy samples its batch."""
     return state_lib.extrapolated(self.state, self.spec.variant.extrapolation)
 
-  def update(
-      self,
-      episodes: Sequence[types.Episode],
-      key: jax.Array,
-      timing: timing_lib.Timing,
-      policy: str = '',
-  ) -> tuple[TrainState, PolicyUpdate]:
-    """Trains on a batch of episodes, whose rows `key` deals out to optimizer steps.
+  def deal(self, episodes: Sequence[types.Episode], key: jax.Array) -> Dealt:
+    """Moves a batch of rows to the devices, and deals them out to optimizer steps by `key`.
 
-    Returns the new state and what the update measured. The buffers of the old state are reused.
-    If no step moves an extrapolated policy, the policy returns to where it was before.
+    A teacher's server scores the tokens. RunError: it failed.
+    """
+    rows = list(episodes)
+    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
+      rows = batching.by_length(episodes)
+    batch, steps = packing.to_device(rows, self.bins, key)
+    if self.teacher is not None:
+      batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
+    return Dealt(rows, batch, steps)
+
+  def update(
+      self, dealt: Dealt, timing: timing_lib.Timing, policy: str = ''
+  ) -> tuple[TrainState, PolicyUpdate]:
+    """Trains on a batch; returns the new state and what the update measured.
+
+    The buffers of the old state are reused. If no step moves an extrapolated policy, the policy
+    returns to where it was before.
     """
     functions = self.functions
     frozen = self.frozen
     state = self.start_state
-    rows = list(episodes)
-    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
-      rows = batching.by_length(episodes)
+    batch = dealt.batch
     with timing('old_log_prob'):
-      batch, steps = packing.to_device(rows, self.bins, key)
-      if self.teacher is not None:
-        batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
-      first_epoch = packing.stack(packing.first_epoch(steps))
+      steps_per_epoch = len(dealt.steps) // self.bins.epochs
+      first_epoch = packing.stack(dealt.steps[:steps_per_epoch])
       batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
       state, batch, advantage_metrics = functions.with_advantages(state, batch)
       metrics = jax.device_get(gap_metrics | advantage_metrics)
+    measured = []
     with timing('update_actor'):
-      step_metrics = []
-      for step in steps:
-        state, measured, tokens = functions.update_step(state, frozen, batch, step)
-        step_metrics.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
-      step_metrics = [
-          dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in step_metrics
-      ]
-    if self.spec.variant.extrapolation:
-      is_moved = any(step.metrics['stppo/step_norm'] > 0 for step in step_metrics)
-      if not is_moved:
-        state = state_lib.not_extrapolated(state, self.state)
-    return state, PolicyUpdate(policy, rows, batch, steps, metrics, step_metrics)
+      for step in dealt.steps:
+        state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
+        measured.append(episodes_lib.StepMetrics(step.rows, step_metrics, tokens))
+      measured = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in measured]
+    is_moved = any(step.metrics['stppo/step_norm'] > 0 for step in measured)
+    if self.spec.variant.extrapolation and not is_moved:
+      # The policy before the extrapolation. The buffers of `self.state.actor` are reused.
+      state = dataclasses.replace(
+          state, actor=state.previous_actor, previous_actor=self.state.previous_actor
+      )
+    return state, PolicyUpdate(policy, dealt.episodes, batch, dealt.steps, metrics, measured)
 
 
 @dataclasses.dataclass
@@ -191,7 +204,7 @@ class Learners:
   def forget_skipped_steps(self) -> None:
     """Sets the count of skipped steps in a row to 0, as after a rollback."""
     for learner in self.by_policy.values():
-      learner.state = learner.state.unskipped()
+      learner.state = dataclasses.replace(learner.state, skipped=learner.state.skipped * 0)
 
   def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> list[PolicyUpdate]:
     """Trains each policy on its rows of the batch.
@@ -199,11 +212,16 @@ class Learners:
     The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
     _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
+    batches = {}
+    with timing('old_log_prob'):
+      for name, learner in self.by_policy.items():
+        rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
+        batches[name] = learner.deal(rows, key)
+    # All states are whole up to here: if a teacher's server fails, the run saves them.
     states = {}
     updates = []
     for name, learner in self.by_policy.items():
-      rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
-      states[name], policy_update = learner.update(rows, key, timing, name)
+      states[name], policy_update = learner.update(batches[name], timing, name)
       updates.append(policy_update)
     # All at once: after an error, the run saves the state only if it belongs to one update.
     for name, learner in self.by_policy.items():
@@ -224,30 +242,30 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
   mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   offloaded = on_host(config, mesh)
+  frozen_memory = sharding.HOST if 'reference' in offloaded else None
+
+  def place(memory_kind=None):
+    # Straight into their shards: no host ever holds a whole model.
+    return functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
 
   def load_model(head, folder=None, memory_kind=None):
-    # Straight into their shards: no host ever holds a whole model.
-    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
-    return prepare.load_policy(config, head, folder, shardings, variant.value_outputs)
+    shardings = place(memory_kind)
+    return prepare.load_policy(config, head, folder, shardings, variant.value_labels)
 
   def make(function):
     shapes = jax.eval_shape(function)
-    shardings = sharding.tree_shardings(shapes, mesh)
-    make_sharded = jax.jit(function, out_shardings=shardings)
+    make_sharded = jax.jit(function, out_shardings=place()(shapes))
     return make_sharded()
 
   model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
-  if needs_reference(config, variant):  # a copy: the state takes the actor's own buffers
-    if 'reference' in offloaded:
-      host = sharding.tree_shardings(actor, mesh, sharding.HOST)
-      reference = jax.device_put(actor, host)
-    else:
-      reference = jax.tree.map(jnp.copy, actor)
+  if needs_reference(config, variant):
+    # A copy: the state takes the actor's own buffers.
+    shardings = place(frozen_memory)(actor)
+    reference = jax.device_put(actor, shardings, may_alias=False)
     frozen = dataclasses.replace(frozen, reference=reference)
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
   if config.teacher.folder:
-    memory_kind = sharding.HOST if 'reference' in offloaded else None
-    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
+    shardings = place(frozen_memory)
     teacher_model, teacher = prepare.load_policy(teacher_config(config), shardings=shardings)
     frozen = dataclasses.replace(frozen, teacher=teacher)
     spec = with_teacher(spec, teacher_model)
@@ -255,7 +273,7 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
   if config.teacher.address:
     server = teacher_lib.TeacherServer(config.teacher.address, config.teacher.model)
   state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
-  functions = update_lib.compile_functions(spec, state, frozen, mesh)
+  compiled = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = packing.Bins(
       mini_batch=config.train.mini_batch,
       epochs=config.train.epochs,
@@ -267,10 +285,10 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
       whole_groups=variant.compares_rows,
       marks_demonstrations=bool(config.rollout.demonstrations),
   )
-  learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state, server)}
-  for name in policies[1:]:
-    copied = jax.tree.map(jnp.copy, state)
-    learners[name] = Learner(spec, frozen, mesh, functions, bins, copied, server)
+  learners = {}
+  for name in policies:
+    own_state = jax.tree.map(jnp.copy, state) if learners else state
+    learners[name] = Learner(spec, frozen, mesh, compiled, bins, own_state, server)
   return Learners(learners, config.seed)
 
 

@@ -38,7 +38,11 @@ _NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
     ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
     ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
     ('lam_critic value_clip value_loss', 'a critic', lambda v: v.needs_critic),
-    ('value_bins value_low value_high', 'value_loss=hl_gauss', lambda v: v.value_outputs > 1),
+    (
+        'value_bins value_low value_high',
+        'value_loss=hl_gauss',
+        lambda v: v.value_loss == 'hl_gauss',
+    ),
     ('clip_low clip_high', 'a clipped ratio', lambda v: _clips(v) or _has_function(v)),
     (
         'beta',

@@ -105,8 +105,7 @@ class Layout:
 
   def unpack(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
-    by_slot = y.reshape(-1)
-    by_token = by_slot[self.slot]
+    by_token = self.unpack_all(y)
     return jnp.where(self.predicted, by_token, 0)
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
@@ -205,14 +204,6 @@ def minibatches(
       yield np.sort(numbers)
 
 
-def first_epoch(steps: Sequence[Step]) -> list[Step]:
-  """Returns the steps that hold each row of the batch once."""
-  last_rows = [int(step.rows.max()) for step in steps]
-  num_rows = 1 + max(last_rows)
-  num_steps = num_rows // len(steps[0].rows)
-  return list(steps[:num_steps])
-
-
 def num_tokens(steps: Sequence[Step]) -> int:
   """Counts the tokens of the rows of these steps."""
   total = 0
@@ -301,11 +292,8 @@ def sum_over(
     num_bins: int,
     capacities: Sequence[int],
     num_tokens: int,
-    total: Any = None,
 ) -> Any:
-  """Returns `total` plus function(Layout) of every non-empty micro-batch, for rows of `num_tokens`.
-
-  Without a `total` the sum starts at zeros.
+  """Returns the sum of function(Layout) over every non-empty micro-batch, for rows of `num_tokens`.
 
   Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a
   micro-batch is computed on as few columns as hold its bins.
@@ -315,11 +303,9 @@ def sum_over(
     micro_batch = layout(packing, j, num_bins, columns, num_tokens)
     return function(micro_batch)
 
-  if total is None:
-    compute_first = functools.partial(compute, capacities[0])
-    shapes = jax.eval_shape(compute_first, 0)
-    total = jax.tree.map(jnp.zeros_like, shapes)
   branches = [functools.partial(compute, columns) for columns in capacities]
+  shapes = jax.eval_shape(branches[0], 0)
+  zeros = jax.tree.map(jnp.zeros_like, shapes)
 
   def add(j, total):
     chosen = which_capacity(packing, j, num_bins, capacities)
@@ -327,7 +313,7 @@ def sum_over(
     return jax.tree.map(jnp.add, total, summand)
 
   num = num_micro_batches(packing, num_bins)
-  return jax.lax.fori_loop(0, num, add, total)
+  return jax.lax.fori_loop(0, num, add, zeros)
 
 
 def which_capacity(

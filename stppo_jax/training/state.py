@@ -34,10 +34,6 @@ class TrainState:
   previous_actor: dict | None = None
   score_moments: score_norm.ScoreMoments | None = None  # None: scores are not normalised
 
-  def unskipped(self) -> 'TrainState':
-    """Returns the state as if no step before had been skipped."""
-    return dataclasses.replace(self, skipped=self.skipped * 0)
-
 
 def extrapolated(state: TrainState, factor: float) -> TrainState:
   """Returns the state that an update starts from: the policy is p + a (p - p_before), a = `factor`.
@@ -50,16 +46,6 @@ def extrapolated(state: TrainState, factor: float) -> TrainState:
     return state
   start = _extrapolate(state.actor, state.previous_actor, factor)
   return dataclasses.replace(state, actor=start, previous_actor=state.actor)
-
-
-def not_extrapolated(state: TrainState, before: TrainState) -> TrainState:
-  """Returns the state after an update without any step, with the policy p that it began with.
-
-  `before` is the state that was extrapolated. Its p_before is still the one of the next update.
-  """
-  policy = state.previous_actor
-  assert policy is not None
-  return dataclasses.replace(state, actor=policy, previous_actor=before.previous_actor)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -44,15 +44,12 @@ class TeacherServer:
 
   def check_tokenizer(self, tokenizer: tokenizer_lib.Tokenizer) -> None:
     """Raises a UserError if the server encodes a text otherwise than the policy's tokenizer."""
-    expected = tokenizer.encode(_PROBE)
+    tokens = tokenizer.encode(_PROBE)
     try:
-      scored = self._ask({'prompt': _PROBE, 'add_special_tokens': False})
+      logp = self._logp({'prompt': _PROBE, 'add_special_tokens': False}, tokens)
     except types.RunError as error:
       raise types.UserError(str(error)) from error
-    is_same = len(scored) == len(expected)
-    for entry, token in list(zip(scored, expected))[1:]:
-      is_same = is_same and str(token) in entry
-    if not is_same:
+    if logp is None:
       raise types.UserError(
           f'{self._name()} has another tokenizer than the policy: it scores the tokens of the '
           'policy, give a model of the same family'
@@ -62,14 +59,9 @@ class TeacherServer:
     """Returns the log-prob of each token, given the tokens before it; 0 for the first."""
     if not tokens:
       return []
-    scored = self._ask({'prompt': list(map(int, tokens))})
-    if len(scored) != len(tokens):
-      raise self._error(f'scored {len(scored)} of {len(tokens)} tokens')
-    logp = [0.0]
-    for entry, token in list(zip(scored, tokens))[1:]:
-      if str(token) not in entry:
-        raise self._error(f'gave no log-prob of token {token}')
-      logp.append(float(entry[str(token)]['logprob']))
+    logp = self._logp({'prompt': list(tokens)}, tokens)
+    if logp is None:
+      raise self._error(f'scored other tokens than the {len(tokens)} that it was given')
     return logp
 
   def batch_logp(
@@ -95,6 +87,16 @@ class TeacherServer:
         return list(pool.map(self.row_logp, rows))
     except types.RunError as error:
       return str(error)
+
+  def _logp(self, prompt: dict[str, Any], tokens: Sequence[int]) -> list[float] | None:
+    """Returns the log-probs of the prompt's tokens; None if the server reads other tokens."""
+    scored = self._ask(prompt)
+    names = [str(token) for token in tokens]
+    are_there = [name in entry for name, entry in zip(names[1:], scored[1:])]
+    if len(scored) != len(names) or not all(are_there):
+      return None
+    logp = [float(entry[name]['logprob']) for name, entry in zip(names[1:], scored[1:])]
+    return [0.0, *logp]
 
   def _ask(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns {token id: its log-prob} for each token of the prompt; the first entry is {}."""

@@ -52,8 +52,6 @@ from stppo_jax.types import UserError
 
 Metrics = dict[str, jax.Array]
 
-_SUMS = ('pg_loss', 'clipped_objective')  # over the tokens of a step
-
 
 class Functions(NamedTuple):
   """The compiled functions of a run. Each is the function below without `spec` and `mesh`."""
@@ -97,28 +95,29 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
   rows = sharding.rows(mesh)
   whole = sharding.replicated(mesh)
-  actor = dataclasses.replace(spec.actor, row_sharding=rows)
-  critic = spec.critic
-  if critic is not None:
-    critic = dataclasses.replace(critic, row_sharding=rows)
-  teacher = spec.teacher
-  if teacher is not None:
-    teacher = dataclasses.replace(teacher, row_sharding=rows)
-  spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
-  annotate_batch = functools.partial(annotate, spec)
-  add_advantages = functools.partial(with_advantages, spec)
-  take_one_step = functools.partial(update_step, spec, mesh)
+
+  def over_rows(model):
+    return None if model is None else dataclasses.replace(model, row_sharding=rows)
+
+  spec = dataclasses.replace(
+      spec,
+      actor=over_rows(spec.actor),
+      critic=over_rows(spec.critic),
+      teacher=over_rows(spec.teacher),
+  )
   ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
-      annotate=jax.jit(annotate_batch, in_shardings=ins, out_shardings=(rows, whole)),
+      annotate=jax.jit(
+          functools.partial(annotate, spec), in_shardings=ins, out_shardings=(rows, whole)
+      ),
       with_advantages=jax.jit(
-          add_advantages,
+          functools.partial(with_advantages, spec),
           in_shardings=(state_sharding, rows),
           out_shardings=(state_sharding, rows, whole),
           donate_argnums=0,
       ),
       update_step=jax.jit(
-          take_one_step,
+          functools.partial(update_step, spec, mesh),
           in_shardings=ins,
           out_shardings=(state_sharding, whole, whole),
           donate_argnums=0,
@@ -140,9 +139,9 @@ def annotate(
   steps of the update. Reference and critic choose their own experts.
   """
   variant = spec.variant
+  frozen = sharding.to_device(frozen)
   actor = frozen.policy(state.actor)
-  reference = sharding.to_device(frozen.reference_policy())
-  teacher = sharding.to_device(frozen.teacher)
+  reference = frozen.reference_policy()
   critic = None
   if state.critic is not None:
     critic = sharding.to_device(frozen.value_model(state.critic))
@@ -154,30 +153,23 @@ def annotate(
     )
 
   def one_step(step):
-    tokens = batch.tokens[step.rows]
-    num_tokens = tokens.shape[1]
-    routes = None
-    if sampled_routes is not None:
-      routes = sampled_routes[step.rows]
+    def take_rows(x):
+      return x[step.rows]
+
+    tokens, routes = jax.tree.map(take_rows, (batch.tokens, sampled_routes))
 
     def one_micro_batch(layout):
       outputs, routing = _policy(spec, actor, tokens, layout, routes)
-      value_outputs = outputs.value_outputs
-      if spec.critic is not None:
-        value_outputs = _critic(spec, critic, tokens, layout)
-      values = jnp.zeros_like(outputs.logp)
-      if spec.has_values:
-        values = value_bins.values(value_outputs, variant)
-      ref_logp = outputs.logp
+      bins = {'old_logp': outputs.logp, 'ref_logp': outputs.logp, 'old_uniform': outputs.uniform}
       if variant.needs_reference:
-        of_reference, _ = _policy(spec, reference, tokens, layout)
-        ref_logp = of_reference.logp
-      teacher_logp = None
+        bins['ref_logp'] = _logp(spec, spec.actor, reference, tokens, layout)
       if spec.teacher is not None:
-        teacher_spec = dataclasses.replace(spec, actor=spec.teacher)
-        of_teacher, _ = _policy(teacher_spec, teacher, tokens, layout)
-        teacher_logp = of_teacher.logp
-      bins = (outputs.logp, ref_logp, values, outputs.uniform, teacher_logp)
+        bins['teacher_logp'] = _logp(spec, spec.teacher, frozen.teacher, tokens, layout)
+      if spec.has_values:
+        value_outputs = outputs.value_outputs
+        if critic is not None:
+          value_outputs = _critic(spec, critic, tokens, layout)
+        bins['old_values'] = value_bins.values(value_outputs, variant)
       columns = jax.tree.map(layout.unpack, bins)
       if routing is None:
         return columns, None, None
@@ -190,58 +182,42 @@ def annotate(
       return columns, own_routes, load
 
     return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, num_tokens
+        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
     )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..]
     rows = steps.rows.reshape(-1)
-    row_shape = x.shape[2:]
-    values = x.reshape(-1, *row_shape)
-    shape = (num_rows, *row_shape)
-    ordered = jnp.zeros(shape, x.dtype)
+    values = x.reshape(-1, *x.shape[2:])
+    ordered = jnp.zeros((len(batch.tokens), *x.shape[2:]), x.dtype)
     return ordered.at[rows].set(values)
 
   def sum_of_steps(x):  # [steps,..] -> [..]
     return x.sum(axis=0)
 
-  num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
-  logp, ref_logp, values, uniform, teacher_logp = jax.tree.map(in_order, columns)
-  if teacher_logp is None:
-    teacher_logp = batch.teacher_logp  # from a server
+  columns = jax.tree.map(in_order, columns)
+  logp = columns['old_logp']
   batch = demonstrations.split(batch, logp, variant)
-  mask = batch.action_mask.astype(jnp.float32)
-  sampled_mask = demonstrations.sampled_mask(batch)
   assert batch.behaviour_logp is not None
+  sampled_mask = demonstrations.sampled_mask(batch)
   metrics = diagnostics.sampler_gap(
-      logp,
-      batch.behaviour_logp,
-      sampled_mask,
-      batch.turn_ids,
-      variant.rollout_is,
-      variant.rollout_is_threshold,
-      variant.rollout_is_low,
+      logp, batch.behaviour_logp, sampled_mask, batch.turn_ids, variant
   )
   if load is not None:
     load = jax.tree.map(sum_of_steps, load)
     is_replay = sampled_routes is not None
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
-  old_logp = logp
-  if variant.old_logp == 'sampler':
-    old_logp = batch.behaviour_logp
   routes = sampled_routes
   if own_routes is not None:
     routes = in_order(own_routes)
-  batch = dataclasses.replace(
-      batch,
-      old_logp=old_logp * mask,
-      ref_logp=ref_logp * mask,
-      old_values=values * mask,
-      teacher_logp=teacher_logp,
-      routes=routes,
-      old_uniform=uniform,
-  )
-  return batch, metrics
+  if variant.old_logp == 'sampler':
+    columns['old_logp'] = batch.behaviour_logp
+
+  def of_agent(x):
+    return x * batch.action_mask
+
+  columns = jax.tree.map(of_agent, columns)
+  return dataclasses.replace(batch, routes=routes, **columns), metrics
 
 
 def with_advantages(
@@ -261,7 +237,7 @@ def with_advantages(
     metrics['critic/score_moments/deviation'] = moments.deviation
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
-    kl = kl * mask
+    kl *= mask
     # Over sequences, as in verl.
     mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
     if variant.kl_in == 'reward':
@@ -270,13 +246,10 @@ def with_advantages(
       rewards = batch.rewards - state.kl_coef * kl
       batch = dataclasses.replace(batch, rewards=rewards)
     if variant.kl_target:
-      num_episodes = losses.count_episodes(mask, batch.episode_ids)
+      num_episodes = losses.first_rows(mask, batch.episode_ids).sum()
       kl_coef = losses.adaptive_kl(
           state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, num_episodes
       )
-      # A coefficient that is not finite would spoil the rest of the run.
-      is_finite = jnp.isfinite(mean_kl)
-      kl_coef = jnp.where(is_finite, kl_coef, state.kl_coef)
       state = dataclasses.replace(state, kl_coef=kl_coef)
     if variant.kl_in == 'loss':
       metrics['actor/kl_coef'] = state.kl_coef  # used by the next steps
@@ -286,19 +259,15 @@ def with_advantages(
   batch = advantages.estimate(batch, variant)
   if batch.teacher_logp is not None:
     sampled_mask = demonstrations.sampled_mask(batch)
-    token_advantages = distillation.token_advantages(
-        batch.teacher_logp, batch.old_logp, sampled_mask
-    )
-    metrics['actor/teacher_kl'] = -losses.aggregate(token_advantages, sampled_mask, 'token-mean')
-    all_advantages = batch.advantages + spec.teacher_coef * token_advantages
-    batch = dataclasses.replace(batch, advantages=all_advantages)
+    gap = distillation.token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
+    metrics['actor/teacher_kl'] = -losses.aggregate(gap, sampled_mask, 'token-mean')
+    batch = dataclasses.replace(batch, advantages=batch.advantages + spec.teacher_coef * gap)
   batch = filters.apply(batch, variant)
   if spec.has_values and variant.value_loss == 'hl_gauss':
-    outside = value_bins.outside_share(batch.returns, mask, variant)
-    metrics['critic/outside_bins'] = outside
+    metrics['critic/outside_bins'] = value_bins.outside_share(batch.returns, mask, variant)
   if batch.loss_mask is not None:
-    num_tokens = jnp.maximum(mask.sum(), 1)
-    metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / num_tokens
+    counted = batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
+    metrics['stppo/dropped_tokens'] = 1 - counted
   metrics |= diagnostics.batch_summary(batch, spec.has_values)
   return state, batch, metrics
 
@@ -320,11 +289,6 @@ def update_step(
 
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
-  base = sharding.to_device(frozen.critic)
-  frozen = dataclasses.replace(frozen, critic=base)
-  if 'reference_kl' in spec.variant.needs:
-    reference = sharding.to_device(frozen.reference)
-    frozen = dataclasses.replace(frozen, reference=reference)
   critic = sharding.to_device(state.critic)
 
   def take_rows(x):
@@ -337,7 +301,7 @@ def update_step(
       batch=batch,
       weights=filters.weights(batch, spec.variant),
       mesh=mesh,
-      frozen=frozen,
+      frozen=sharding.to_device(frozen),
       packing=step.packing,
   )
   return take_step(inputs)
@@ -367,9 +331,7 @@ class StepInputs:
 
     def outputs(actor):
       params = self.frozen.policy(actor)
-      tokens = batch.tokens
-      routes = batch.routes
-      per_token, _ = _policy(self.spec, params, tokens, layout, routes, reference)
+      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes, reference)
       return per_token
 
     return jax.vjp(outputs, self.state.actor)
@@ -383,23 +345,16 @@ class StepInputs:
 
     return jax.vjp(outputs, self.state.critic)
 
-  def placed(self, tree: dict) -> dict:
+  def placed(self, grads: dict) -> dict:
     """Keeps gradients where their parameters are. Otherwise XLA replicates the larger ones."""
-    places = sharding.tree_shardings(tree, self.mesh)
-    return jax.lax.with_sharding_constraint(tree, places)
+    places = sharding.tree_shardings(grads, self.mesh)
+    return jax.lax.with_sharding_constraint(grads, places)
 
-  def zeros(self, params: dict) -> dict:
-    """Returns zero gradients to add to."""
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return self.placed(zeros)
-
-  def sum(self, function: Callable, packing: packing_lib.Packing, total: Any) -> Any:
-    """Returns `total` plus function(layout) of every micro-batch."""
+  def sum(self, function: Callable, packing: packing_lib.Packing) -> Any:
+    """Returns the sum of function(layout) over all micro-batches."""
     spec = self.spec
     num_tokens = self.batch.tokens.shape[1]
-    return packing_lib.sum_over(
-        function, packing, spec.micro_batch, spec.lengths, num_tokens, total
-    )
+    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths, num_tokens)
 
 
 def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
@@ -445,25 +400,14 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
 
 def _compare_rows(inputs):
   """Returns the RowCotangents of the step, from a forward pass of all bins."""
-  variant = inputs.spec.variant
 
   def one_micro_batch(layout):
     outputs, _ = inputs.policy(layout)
-    rows = {}
-    for name in names:
-      column = getattr(outputs, name)
-      rows[name] = layout.unpack(column)
-    return objectives.TokenOutputs(**rows)
+    outputs = outputs._replace(entropy=None, value_outputs=None)
+    return jax.tree.map(layout.unpack, outputs)
 
-  names = ['logp']
-  for name in ('uniform', 'reference_kl'):
-    if name in variant.needs:
-      names.append(name)
-  zeros = jnp.zeros_like(inputs.weights.mask)
-  no_rows = dict.fromkeys(names, zeros)
-  no_outputs = objectives.TokenOutputs(**no_rows)
-  outputs = inputs.sum(one_micro_batch, inputs.packing, no_outputs)
-  return objectives.cotangents(outputs, inputs.batch, variant)
+  outputs = inputs.sum(one_micro_batch, inputs.packing)
+  return objectives.cotangents(outputs, inputs.batch, inputs.spec.variant)
 
 
 def _sum_gradients(inputs, compared=None):
@@ -477,54 +421,31 @@ def _sum_gradients(inputs, compared=None):
   def one_micro_batch(layout):
     outputs, pull = inputs.policy(layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
-    value_outputs = outputs.value_outputs
-    if spec.critic is not None:
-      value_outputs, pull_values = inputs.values(layout)
     tokens = {}
     tokens['logp'] = layout.unpack(outputs.logp)
     tokens['entropy'] = layout.unpack(outputs.entropy)
+    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
+    d_outputs = jax.tree.map(layout.pack, d_tokens)
+    grads = {}
+    (grads['actor'],) = pull(zeros._replace(**d_outputs))
     if spec.has_values:
+      value_outputs = outputs.value_outputs
+      if spec.critic is not None:
+        value_outputs, pull_values = inputs.values(layout)
       values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
       tokens['values'] = layout.unpack(values)
       tokens['value_loss'] = layout.unpack(value_loss)
-    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
-    d_policy = {}
-    for name, cotangent in d_tokens.items():
-      d_policy[name] = layout.pack(cotangent)
-    d_outputs = zeros._replace(**d_policy)
-    grads = {}
-    (grads['actor'],) = pull(d_outputs)
-    if spec.critic is not None:
-      (grads['value'],) = pull_values(d_values)
-    elif spec.shared_trunk:
-      d_values = spec.variant.value_coef * d_values
-      d_outputs = zeros._replace(value_outputs=d_values)
-      (grads['value'],) = pull(d_outputs)
+      if spec.critic is not None:
+        (grads['value'],) = pull_values(d_values)
+      else:
+        d_values = spec.variant.value_coef * d_values
+        (grads['value'],) = pull(zeros._replace(value_outputs=d_values))
     return inputs.placed(grads), tokens, sums
 
-  state = inputs.state
-  no_grads = {'actor': inputs.zeros(state.actor)}
-  if spec.critic is not None:
-    no_grads['value'] = inputs.zeros(state.critic)
-  elif spec.shared_trunk:
-    no_grads['value'] = inputs.zeros(state.actor)
-  names = ['logp', 'entropy']
-  if compared is None:
-    names += ['bias', 'ratio', 'clipped']
-  if spec.has_values:
-    names += ['values', 'value_loss']
-  if spec.variant.kl_in == 'loss':
-    names.append('kl')
-  mask = inputs.weights.mask
-  no_tokens = dict.fromkeys(names, jnp.zeros_like(mask))
-  no_sums = dict.fromkeys(_SUMS, jnp.zeros(()))
-  if inputs.weights.imitation is not None:
-    no_sums['imitation_loss'] = jnp.zeros(())
-  total = (no_grads, no_tokens, no_sums)
-  grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
+  grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing)
   if compared is not None:
     return grads, tokens | sums | compared.numbers
-  is_counted = mask > 0
+  is_counted = inputs.weights.mask > 0
   tokens['ratio'] = jnp.where(is_counted, tokens['ratio'], 1)
   tokens['clipped'] = tokens['clipped'] > 0
   return grads, tokens | sums
@@ -540,7 +461,7 @@ def _policy_cotangents(inputs, layout, tokens, compared):
   action_mask = inputs.weights.mask * is_here
   batch = dataclasses.replace(inputs.batch, action_mask=action_mask)
   weights = inputs.weights.token * is_here
-  sums = dict.fromkeys(_SUMS, jnp.zeros(()))
+  sums = {}
   cotangents = {}
   if compared is None:
     policy_weights = inputs.weights.policy * is_here
@@ -550,7 +471,8 @@ def _policy_cotangents(inputs, layout, tokens, compared):
     tokens['bias'] = d_bias
     tokens['ratio'] = parts['ratio'] * is_here
     tokens['clipped'] = parts['clipped'] * is_here
-    sums = {name: parts[name] for name in _SUMS}
+    sums['pg_loss'] = parts['pg_loss']
+    sums['clipped_objective'] = parts['clipped_objective']
   else:
     d_logp = compared.outputs.logp * is_here
     if compared.outputs.reference_kl is not None:
@@ -604,8 +526,7 @@ def _sum_bias(inputs, cotangent):
 
   is_clipped = (cotangent != 0).any(axis=1)
   packing = packing_lib.only(inputs.packing, is_clipped, inputs.spec.micro_batch)
-  total = inputs.zeros(inputs.state.actor)
-  return inputs.sum(one_micro_batch, packing, total)
+  return inputs.sum(one_micro_batch, packing)
 
 
 def _divide(inputs, grads, bias, tokens, ess_share):
@@ -715,14 +636,6 @@ def optimize(
   (None: `gradient`). The factor is 1 if nothing is divided, or if the other step is 0.
   """
 
-  def choose(new, old):
-    return jnp.where(take, new, old)
-
-  def difference(new, old):
-    new = new.astype(jnp.float32)
-    old = old.astype(jnp.float32)
-    return new - old
-
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
   without = step
@@ -737,10 +650,11 @@ def optimize(
   share = norm / jnp.where(is_positive, norm_without, 1)
   factor = jnp.where(is_positive, share, 1)
   new_params = optax.apply_updates(params, step)
-  new_params = jax.tree.map(choose, new_params, params)
-  change = jax.tree.map(difference, new_params, params)
-  step_norm = optax.tree.norm(change)
-  new_opt_state = jax.tree.map(choose, new_opt_state, opt_state)
+  new_params = optax.tree.where(take, new_params, params)
+  new_opt_state = optax.tree.where(take, new_opt_state, opt_state)
+  before = optax.tree.cast(params, jnp.float32)
+  after = optax.tree.cast(new_params, jnp.float32)
+  step_norm = optax.tree.norm(optax.tree.sub(after, before))
   return Applied(new_params, new_opt_state, step_norm, factor)
 
 
@@ -753,32 +667,40 @@ def _steps_taken(opt_state, step):
   return sharding.to_device(count)
 
 
-def _policy(spec, params, rows, layout, routes=None, reference=None):
-  """Runs the policy on tokens `rows` [b,T] in their bins: (TokenOutputs [R,P], Routing).
+def _policy(spec, params, tokens, layout, routes=None, reference=None):
+  """Runs the policy on tokens [b,T] in their bins: (TokenOutputs [R,P], Routing).
 
-  The value head is that of a shared trunk. Without one its outputs are 0. `routes` [b,T,L,A]
-  replays the experts of an earlier pass. With the parameters `reference` the outputs have its KL.
+  A shared trunk has the outputs of its value head. `routes` [b,T,L,A] replays the experts of an
+  earlier pass. With the parameters `reference` the outputs have its KL.
   """
-  tokens, x, routing = _trunk(spec, spec.actor, params, rows, layout, routes)
+  model = spec.actor
+  binned, x, routing = _trunk(spec, model, params, tokens, layout, routes)
   temperature = spec.temperature
   chunk = spec.logp_chunk
-  logp, entropy = decoder.token_logp(params, spec.actor, x, tokens, temperature, chunk)
-  values = jnp.zeros_like(logp)
-  if 'value_head' in params:  # a shared trunk's policy has one, its reference may not
+  logp, entropy = decoder.token_logp(params, model, x, binned, temperature, chunk)
+  values = None
+  if spec.shared_trunk:
     values = decoder.state_values(params, x)
   uniform = None
   if 'uniform' in spec.variant.needs:
-    uniform = decoder.uniform_logp(params, spec.actor, x, tokens, logp, temperature)
+    uniform = decoder.uniform_logp(params, model, x, binned, logp, temperature)
   reference_kl = None
   if reference is not None:
-    _, reference_x, _ = _trunk(spec, spec.actor, reference, rows, layout)
+    _, reference_x, _ = _trunk(spec, model, reference, tokens, layout)
     reference_kl = decoder.reference_kl(
-        params, spec.actor, x, reference, reference_x, temperature, chunk
+        params, model, x, reference, reference_x, temperature, chunk
     )
   outputs = objectives.TokenOutputs(
       logp=logp, uniform=uniform, reference_kl=reference_kl, entropy=entropy, value_outputs=values
   )
   return outputs, routing
+
+
+def _logp(spec, model, params, tokens, layout):
+  """Runs another model than the policy on tokens [b,T] in their bins: log-probs [R,P]."""
+  binned, x, _ = _trunk(spec, model, params, tokens, layout)
+  logp, _ = decoder.token_logp(params, model, x, binned, spec.temperature, spec.logp_chunk)
+  return logp
 
 
 def _critic(spec, params, tokens, layout):
