@@ -46,8 +46,14 @@ def _every_estimator(rewards, values, turn_ids, mask, gamma, lam):
       advantages.token_gae(rewards, values, mask, gamma, lam),
       advantages.turn_gae(rewards, values, turn_ids, num_turns, gamma, lam),
       advantages.bad_gae(rewards, values, turn_ids, mask, gamma, lam),
-      advantages.turn_returns(rewards, turn_ids, num_turns, gamma),
+      turn_returns(rewards, turn_ids, num_turns, gamma),
   )
+
+
+def turn_returns(rewards, turn_ids, num_turns, gamma):
+  """Returns to go of turns: GAE with lambda 1 and values of 0."""
+  values = jnp.zeros_like(rewards)
+  return advantages.turn_gae(rewards, values, turn_ids, num_turns, gamma, 1.0)[0]
 
 
 class GaeTest(chex.TestCase):
@@ -199,7 +205,7 @@ class GaeTest(chex.TestCase):
     # R = 0.5, 1 and gamma 0.5: G^2 = 1, G^1 = 0.5 + 0.5 * 1 = 1
     # R = 0.5, 1 and gamma 0.1: G^1 = 0.6
     for gamma, first in (0.5, 1.0), (0.1, 0.6):
-      got = advantages.turn_returns(REWARDS, TURN_IDS, 2, gamma)
+      got = turn_returns(REWARDS, TURN_IDS, 2, gamma)
       _assert_close(got, jnp.array([[0, first, first, 0, 0, 1.0, 0]]), atol=1e-12)
 
   def test_more_turn_slots_than_turns_change_nothing(self):
@@ -487,7 +493,7 @@ class RewardsPerTurnTest(chex.TestCase):
     ]
     episode = types.Episode(types.Task('id', '', ()), 0, np.zeros(3, np.int32), turns)
     batch = batching.to_turn_batch([episode], (16,))
-    got = advantages.turn_returns(batch.rewards, batch.turn_ids, 16, gamma)
+    got = turn_returns(batch.rewards, batch.turn_ids, 16, gamma)
     for turn, value in enumerate(expected, start=1):
       _assert_close(got[batch.turn_ids == turn], jnp.full(2, value), atol=1e-6)
     self.assertAlmostEqual(episode.score, 0.233)

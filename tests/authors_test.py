@@ -115,7 +115,7 @@ class AuthorsTest(parameterized.TestCase):
       kl = jnp.sum(jnp.exp(ref) * (ref - logp), axis=-1)
       chosen = jnp.take_along_axis(logp, tokens, axis=2)[..., 0]
       outputs = objectives.TokenOutputs(to_columns(chosen), reference_kl=to_columns(kl))
-      return -objectives.tdpo(outputs, batch, row)[0].sum()
+      return -objectives.OBJECTIVES['tdpo'](outputs, batch, row)[0].sum()
 
     loss, gradient = jax.value_and_grad(loss_of)(inputs['logits'])
     np.testing.assert_allclose(loss, numbers['loss_2'], rtol=1e-7)

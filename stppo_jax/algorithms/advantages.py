@@ -89,14 +89,6 @@ def turn_gae(
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
 
-def turn_returns(
-    rewards: jax.Array, turn_ids: jax.Array, num_turns: int, gamma: float
-) -> jax.Array:
-  """Returns each turn's discounted return to go on its tokens [B,T]: G_k = R_k + gamma G_{k+1}."""
-  returns, _ = turn_gae(rewards, jnp.zeros_like(rewards), turn_ids, num_turns, gamma, 1.0)
-  return returns
-
-
 def _gae(rewards, values, mask, gammas, lams):
   """Runs the recursion over the columns where the mask is 1. gammas and lams may be numbers."""
 
@@ -123,7 +115,7 @@ def _sum_turns(x, turn_ids, num_turns):
   return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
 
 
-def _to_tokens(x: jax.Array, turn_ids: jax.Array) -> jax.Array:
+def _to_tokens(x, turn_ids):
   """Returns x [B,K] of turns 1..K on their tokens [B,T]; 0 outside turns."""
   padded = jnp.pad(x, ((0, 0), (1, 0)))
   return jnp.take_along_axis(padded, turn_ids, axis=1)
@@ -425,7 +417,8 @@ def _token_returns(batch, variant):
 def _turn_returns(batch, variant):
   """Returns the return to go of each turn, whitened over the batch (GEM, arXiv 2510.01051)."""
   num_turns = batch.turn_ids.shape[1]
-  returns = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
+  values = jnp.zeros_like(batch.rewards)
+  returns, _ = turn_gae(batch.rewards, values, batch.turn_ids, num_turns, variant.gamma, 1.0)
   advantages = whiten(returns, batch, 'turns')
   return advantages, advantages
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import traceback
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +92,13 @@ def _check_values_unused(estimate, batch):
   return ''
 
 
-def _shapes(result: Any) -> Any:
+def _shapes(result):
   if isinstance(result, tuple):
     return tuple(map(_shapes, result))
   return getattr(result, 'shape', None)
 
 
-def _describe(result: Any) -> str:
+def _describe(result):
   if isinstance(result, tuple):
     return f'({", ".join(map(_describe, result))})'
   if not hasattr(result, 'shape'):
@@ -107,13 +106,15 @@ def _describe(result: Any) -> str:
   return f'{result.dtype} {list(result.shape)}'
 
 
-def _example_batch(group_size: int) -> TurnBatch:
+def _example_batch(group_size):
   num_rows = _NUM_GROUPS * group_size
   turn_ids = jnp.tile(jnp.asarray([[0, 1, 2], [1, 0, 2]], jnp.int32), (group_size, 1))
-  columns = dict.fromkeys(_COLUMNS, jnp.zeros((num_rows, _NUM_TOKENS)))
-  columns['tokens'] = turn_ids
-  columns['action_mask'] = (turn_ids > 0).astype(jnp.float32)
-  columns['turn_ids'] = turn_ids
-  columns['group_ids'] = jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size)
-  columns['truncated'] = jnp.zeros(num_rows)
-  return TurnBatch(**columns)
+  zeros = jnp.zeros((num_rows, _NUM_TOKENS))
+  return TurnBatch(
+      tokens=turn_ids,
+      action_mask=(turn_ids > 0).astype(jnp.float32),
+      turn_ids=turn_ids,
+      group_ids=jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size),
+      truncated=jnp.zeros(num_rows),
+      **dict.fromkeys(_COLUMNS, zeros),
+  )

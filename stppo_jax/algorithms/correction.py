@@ -194,10 +194,9 @@ def cosine(a: Any, b: Any) -> jax.Array:
   return dot / (norm(a) * norm(b))
 
 
-def _segments(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, int, bool]:
+def _segments(batch, variant):
   """Returns segment ids [B,T], their number, and whether a segment's ratio is a product."""
   if callable(variant.ratio):
-    assert batch.labels is not None
     ids, num_segments = segments.from_labels(batch.labels, batch.action_mask)
     return ids, num_segments, False
   ratio = 'token' if variant.ratio == 'none' else variant.ratio

@@ -95,15 +95,15 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
 # --- The episodes of a step -----------------------------------------------------------------------
 
 
-def counted_tokens(batch: TurnBatch) -> jax.Array:
+def _counted_tokens(batch):
   """Returns the tokens that an objective reads [b,T] bool: those that the policy's loss counts."""
   mask = batch.action_mask if batch.loss_mask is None else batch.loss_mask
   return mask > 0
 
 
-def episode_sums(x: jax.Array, batch: TurnBatch) -> jax.Array:
+def _episode_sums(x, batch):
   """Returns the sum of x [b,T] over the counted tokens of each row's episode [b]."""
-  counted = jnp.where(counted_tokens(batch), x, 0)
+  counted = jnp.where(_counted_tokens(batch), x, 0)
   return losses.episode_sums(counted, batch.episode_ids)
 
 
@@ -117,7 +117,7 @@ class Groups(NamedTuple):
 
 def groups(batch: TurnBatch) -> Groups:
   """Returns the groups of a step. Padding, failed and dropped episodes are in none."""
-  is_counted = counted_tokens(batch)
+  is_counted = _counted_tokens(batch)
   is_first = losses.first_rows(is_counted, batch.episode_ids)
   members = losses.is_same(batch.group_ids) & is_first[None, :]
   # All agent tokens of an episode have the same advantage. A mean of them would round it.
@@ -156,7 +156,7 @@ def best_and_worst(batch: TurnBatch) -> Pairs:
   return Pairs(best, worst, has_spread & represents_group)
 
 
-def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) -> Objective:
+def _pair_objective(value_of, start):
   """Returns the objective mean over pairs of value_of(h, variant), h the pair's log-ratio.
 
   h = (l - b)_best - (l - b)_worst,   b the sum of batch.<start>: 'ref_logp' or 'old_logp'
@@ -166,7 +166,7 @@ def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) 
 
   def compare(outputs, batch, variant):
     pairs = best_and_worst(batch)
-    log_ratio = episode_sums(outputs.logp - getattr(batch, start), batch)
+    log_ratio = _episode_sums(outputs.logp - getattr(batch, start), batch)
     h = log_ratio[pairs.best] - log_ratio[pairs.worst]
     values = value_of(h, variant)
     return pairs.terms(values), _nothing_clipped(outputs)
@@ -176,7 +176,7 @@ def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) 
   return compare
 
 
-def dpo_value(h: jax.Array, variant: Variant) -> jax.Array:
+def _dpo(h, variant):
   """Returns log sigmoid(beta h) of the pairs' log-ratios (Rafailov et al., arXiv 2305.18290, P).
 
   Accelerated Preference Optimization (arXiv 2410.06293, example 3.1, P) uses it with b = o and
@@ -185,13 +185,13 @@ def dpo_value(h: jax.Array, variant: Variant) -> jax.Array:
   return jax.nn.log_sigmoid(variant.beta * h)
 
 
-def ipo_value(h: jax.Array, variant: Variant) -> jax.Array:
+def _ipo(h, variant):
   """Returns -(h - 1 / (2 beta))^2 of the pairs' log-ratios (arXiv 2310.12036, eq. 17, P)."""
   return -jnp.square(h - 1 / (2 * variant.beta))
 
 
 @needs('reference', 'reference_kl')
-def tdpo(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def _tdpo(outputs, batch, variant):
   """Returns TDPO2's terms (arXiv 2404.11999, `trainers.py` `tdpo_loss`, C).
 
   mean log sigmoid( beta [ (l - f)_w - (l - f)_l - alpha (K_l - sg K_w) ] )
@@ -200,14 +200,13 @@ def tdpo(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax
   the vocabulary, over the tokens of an episode, and has a gradient. With alpha 0 this is DPO.
   Choice: the authors train on given pairs, and these pairs are sampled.
   """
-  assert outputs.reference_kl is not None
   pairs = best_and_worst(batch)
-  log_ratio = episode_sums(outputs.logp - batch.ref_logp, batch)
-  kl = variant.alpha * episode_sums(outputs.reference_kl, batch)
+  log_ratio = _episode_sums(outputs.logp - batch.ref_logp, batch)
+  kl = variant.alpha * _episode_sums(outputs.reference_kl, batch)
   of_best = log_ratio + jax.lax.stop_gradient(kl)
   of_worst = log_ratio + kl
   h = of_best[pairs.best] - of_worst[pairs.worst]
-  values = dpo_value(h, variant)
+  values = _dpo(h, variant)
   return pairs.terms(values), _nothing_clipped(outputs)
 
 
@@ -218,7 +217,7 @@ def _nothing_clipped(outputs):
 # --- All pairs of a group -------------------------------------------------------------------------
 
 
-def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def _p3o(outputs, batch, variant):
   """Returns Pairwise PPO's terms (arXiv 2310.00212, eq. 6, R; the joint clip of P3O-V2 is S).
 
   mean over i, j of  sg(w_i w_j) min( d h, d clip(h, -clip_low, clip_high) )
@@ -230,7 +229,7 @@ def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.
   to the reference is in the reward. Choice: log w_i, and log w_i w_j, are kept within +-20.
   """
   is_first, members, scores = groups(batch)
-  log_ratio = episode_sums(outputs.logp - batch.old_logp, batch)
+  log_ratio = _episode_sums(outputs.logp - batch.old_logp, batch)
   log_w = segments.bounded(log_ratio)
   own = log_w[:, None]
   other = log_w[None, :]
@@ -256,7 +255,7 @@ def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.
 
 
 @needs('uniform')
-def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def _rover(outputs, batch, variant):
   """Returns ROVER's terms, a regression of each token's value (arXiv 2509.24981, C).
 
   -mean over tokens of ( q_t - sg[ a + alpha beta (m_t' - m_old_t') ] )^2,
@@ -268,9 +267,7 @@ def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[ja
   value is 0. `aggregation` is the mean.
   Choice: t' may be in the next turn, as in GAE.
   """
-  assert outputs.uniform is not None
-  assert batch.old_uniform is not None
-  mask = counted_tokens(batch)
+  mask = _counted_tokens(batch)
   drift = outputs.uniform - batch.old_uniform
   next_drift = _at_next_token(jax.lax.stop_gradient(drift), mask)
   target = batch.advantages + variant.alpha * variant.beta * next_drift
@@ -281,7 +278,7 @@ def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[ja
   return -row_losses, _nothing_clipped(outputs)
 
 
-def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
+def _at_next_token(x, mask):
   """Returns x [b,T] at the next token of `mask` in the row; 0 where there is none."""
 
   def step(value_after, column):
@@ -296,11 +293,11 @@ def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 OBJECTIVES: dict[str, Objective | None] = {
     'surrogate': None,
-    'dpo': pair_objective(dpo_value, 'ref_logp'),
-    'iterative_dpo': pair_objective(dpo_value, 'old_logp'),
-    'ipo': pair_objective(ipo_value, 'ref_logp'),
-    'iterative_ipo': pair_objective(ipo_value, 'old_logp'),
-    'tdpo': tdpo,
-    'p3o': p3o,
-    'rover': rover,
+    'dpo': _pair_objective(_dpo, 'ref_logp'),
+    'iterative_dpo': _pair_objective(_dpo, 'old_logp'),
+    'ipo': _pair_objective(_ipo, 'ref_logp'),
+    'iterative_ipo': _pair_objective(_ipo, 'old_logp'),
+    'tdpo': _tdpo,
+    'p3o': _p3o,
+    'rover': _rover,
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
 
 from absl import logging
 
@@ -14,19 +13,19 @@ from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import variants
 
 
-def _has_function(variant: variants.Variant) -> bool:
+def _has_function(variant):
   """Returns whether a user's function may read any column."""
   return any(callable(getattr(variant, column)) for column in variants.BUILT_IN)
 
 
-def _clips(variant: variants.Variant) -> bool:
+def _clips(variant):
   """Returns whether the bounds of a clip are read."""
   if variant.compares_rows:
     return variant.objective == 'p3o'
   return variant.ratio != 'none' and variant.surrogate != 'square'
 
 
-def _reads_beta(variant: variants.Variant) -> bool:
+def _reads_beta(variant):
   """Returns whether beta scales a log-ratio."""
   if variant.compares_rows:
     return variant.objective != 'p3o'
@@ -124,7 +123,7 @@ def make_variant(config: config_lib.Config) -> variants.Variant:
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
-def _check_hashable(name: str, variant: variants.Variant) -> None:
+def _check_hashable(name, variant):
   """Refuses a field that cannot be a static part of a compiled function."""
   for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
     try:
@@ -137,9 +136,7 @@ def _check_hashable(name: str, variant: variants.Variant) -> None:
       ) from None
 
 
-def _overrides(
-    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
-) -> dict[str, Any]:
+def _overrides(algorithm, variant):
   """Returns the columns of the variant that the config sets."""
   columns = [field.name for field in dataclasses.fields(variants.Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)
