@@ -59,7 +59,8 @@ def bad_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
   mask = action_mask.astype(values.dtype)
-  is_end = jnp.diff(turn_ids, axis=1, append=-1) != 0
+  steps = jnp.diff(turn_ids, axis=1, append=-1)
+  is_end = steps != 0
   gammas = jnp.where(is_end, gamma, 1.0)
   lams = jnp.where(is_end, lam, 1.0)
   return _gae(rewards, values, mask, gammas, lams)
@@ -80,13 +81,17 @@ def turn_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids])
   mask = (turn_ids > 0).astype(values.dtype)
-  is_first = jnp.diff(turn_ids, axis=1, prepend=0) != 0
+  is_new = jnp.diff(turn_ids, axis=1, prepend=0) != 0
   num_tokens = _sum_turns(mask, turn_ids, num_turns)
   turn_mask = (num_tokens > 0).astype(values.dtype)
-  turn_rewards = _sum_turns(rewards * mask, turn_ids, num_turns)
-  turn_values = _sum_turns(values * mask * is_first, turn_ids, num_turns)
+  rewards *= mask
+  turn_rewards = _sum_turns(rewards, turn_ids, num_turns)
+  first_values = values * mask * is_new
+  turn_values = _sum_turns(first_values, turn_ids, num_turns)
   advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma, lam)
-  return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
+  advantages = _to_tokens(advantages, turn_ids)
+  returns = _to_tokens(returns, turn_ids)
+  return advantages, returns
 
 
 def _gae(rewards, values, mask, gammas, lams):
@@ -95,16 +100,20 @@ def _gae(rewards, values, mask, gammas, lams):
   def step(carry, column):
     next_value, next_advantage = carry
     reward, value, active, gamma, lam = column
-    advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-    next_value = jnp.where(active > 0, value, next_value)
-    next_advantage = jnp.where(active > 0, advantage, next_advantage)
-    return (next_value, next_advantage), jnp.where(active > 0, advantage, 0)
+    delta = reward + gamma * next_value - value
+    advantage = delta + gamma * lam * next_advantage
+    is_active = active > 0
+    next_value = jnp.where(is_active, value, next_value)
+    next_advantage = jnp.where(is_active, advantage, next_advantage)
+    advantage = jnp.where(is_active, advantage, 0)
+    return (next_value, next_advantage), advantage
 
   gammas = jnp.broadcast_to(gammas, mask.shape)
   lams = jnp.broadcast_to(lams, mask.shape)
-  columns = (rewards.T, values.T, mask.T, gammas.T, lams.T)
+  columns = [x.T for x in (rewards, values, mask, gammas, lams)]
   zeros = jnp.zeros_like(values[:, 0])
-  _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
+  nothing = (zeros, zeros)
+  _, advantages = jax.lax.scan(step, nothing, columns, reverse=True)
   advantages = advantages.T
   returns = jnp.where(mask > 0, advantages + values, 0)
   return advantages, returns
@@ -112,12 +121,14 @@ def _gae(rewards, values, mask, gammas, lams):
 
 def _sum_turns(x, turn_ids, num_turns):
   """Returns the sum of x [B,T] over each turn [B,K]."""
-  return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
+  sums = segments.segment_sum(x, turn_ids, num_turns + 1)
+  return sums[:, 1:]
 
 
 def _to_tokens(x, turn_ids):
   """Returns x [B,K] of turns 1..K on their tokens [B,T]; 0 outside turns."""
-  padded = jnp.pad(x, ((0, 0), (1, 0)))
+  no_turn = jnp.zeros_like(x[:, :1])
+  padded = jnp.concatenate([no_turn, x], axis=1)
   return jnp.take_along_axis(padded, turn_ids, axis=1)
 
 
@@ -131,12 +142,10 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   with equal scores, gets 0.
   """
   group = _ScoreGroups(scores, group_ids)
-  mean = group.total / group.size
-  squares = jnp.square(scores[None, :] - mean[:, None])
-  squares = _over(jnp.sum, squares, group.same, 0)
-  variance = squares / jnp.maximum(group.size - 1, 1)
-  std = jnp.sqrt(variance) + 1e-6
-  return jnp.where(group.has_spread, (scores - mean) / std, 0)
+  squares = jnp.square(group.centred)
+  variance = _over(jnp.sum, squares, group.same) / group.size_of_others
+  std = jnp.sqrt(variance)
+  return group.centred / (std + 1e-6)
 
 
 def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -145,14 +154,12 @@ def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   A group of one episode gets 0.
   """
   group = _ScoreGroups(scores, group_ids)
-  mean_of_others = (group.total - scores) / jnp.maximum(group.size - 1, 1)
-  return jnp.where(group.has_spread, scores - mean_of_others, 0)
+  return group.centred * group.size / group.size_of_others
 
 
 def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 in a group of one."""
-  group = _ScoreGroups(scores, group_ids)
-  return jnp.where(group.has_spread, scores - group.total / group.size, 0)
+  return _ScoreGroups(scores, group_ids).centred
 
 
 def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -167,9 +174,9 @@ def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """
   same = losses.is_same(group_ids)
   gaps = scores[:, None] - scores[None, :]
-  beats = (1 + jnp.sign(gaps)) / 2
-  wins = _over(jnp.sum, beats, same, 0)
-  return wins / same.sum(axis=1) - 0.5
+  beats = jnp.sign(gaps) / 2
+  sizes = same.sum(axis=1)
+  return _over(jnp.sum, beats, same) / sizes
 
 
 def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -180,29 +187,34 @@ def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """
   same = losses.is_same(group_ids)
   best = _over(jnp.argmax, scores, same, -jnp.inf)
-  return (best == jnp.arange(len(scores))).astype(scores.dtype)
+  rows = jnp.arange(len(scores))
+  return (best == rows).astype(scores.dtype)
 
 
 group_best.__dict__['breaks_ties'] = True
 
 
 class _ScoreGroups:
-  """The group of each row: its size, the sum of its scores, and the lowest and highest one [B]."""
+  """The group of each row, and its scores."""
 
-  def __init__(self, scores: jax.Array, group_ids: jax.Array):
+  def __init__(self, scores, group_ids):
     chex.assert_rank([scores, group_ids], 1)
-    self.same = losses.is_same(group_ids)
-    self.size = self.same.sum(axis=1)
-    # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
-    self.total = _over(jnp.sum, scores, self.same, 0)
-    self.lowest = _over(jnp.min, scores, self.same, jnp.inf)
+    self.same = losses.is_same(group_ids)  # [B,B]
+    self.size = self.same.sum(axis=1)  # [B], as the rest
+    self.size_of_others = jnp.maximum(self.size - 1, 1)
     self.highest = _over(jnp.max, scores, self.same, -jnp.inf)
-    self.has_spread = self.highest > self.lowest  # the mean of equal scores is off by rounding
+    lowest = _over(jnp.min, scores, self.same, jnp.inf)
+    self.spread = self.highest - lowest
+    # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
+    mean = _over(jnp.sum, scores, self.same) / self.size
+    # The mean of equal scores is off by rounding.
+    self.centred = jnp.where(self.spread > 0, scores - mean, 0)
 
 
-def _over(reduce, x, same, outside):
+def _over(reduce, x, same, outside=0.0):
   """Returns x [B] or [B,B] reduced over each row's group [B]. `same` [B,B] marks its members."""
-  return reduce(jnp.where(same, x, outside), axis=1)
+  members = jnp.where(same, x, outside)
+  return reduce(members, axis=1)
 
 
 def _without_rounding(scores, sizes, group_ids):
@@ -212,9 +224,8 @@ def _without_rounding(scores, sizes, group_ids):
   otherwise divide them, and give strong advantages to episodes that did equally well.
   """
   group = _ScoreGroups(scores, group_ids)
-  rounding = types.ROUNDING * _over(jnp.max, sizes, group.same, 0)
-  spread = group.highest - group.lowest
-  return jnp.where(spread <= rounding, group.highest, scores)
+  rounding = types.ROUNDING * _over(jnp.max, sizes, group.same)
+  return jnp.where(group.spread <= rounding, group.highest, scores)
 
 
 # --- Whitening ------------------------------------------------------------------------------------
@@ -229,9 +240,10 @@ def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
   weights = weights.astype(advantages.dtype)
   total = jnp.maximum(weights.sum(), 1)
   mean = jnp.sum(advantages * weights) / total
-  squares = jnp.square(advantages - mean) * weights
+  centred = advantages - mean
+  squares = jnp.square(centred) * weights
   variance = squares.sum() / jnp.maximum(total - 1, 1)
-  scaled = (advantages - mean) * jax.lax.rsqrt(variance + 1e-8)
+  scaled = centred * jax.lax.rsqrt(variance + 1e-8)
   return jnp.where(weights > 0, scaled, 0)
 
 
@@ -246,13 +258,15 @@ def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
   weights = batch.action_mask.astype(advantages.dtype)
   if over == 'turns':
     num_turns = batch.turn_ids.shape[1]
-    lengths = _to_tokens(_sum_turns(weights, batch.turn_ids, num_turns), batch.turn_ids)
-    weights /= jnp.maximum(lengths, 1)
+    lengths = _sum_turns(weights, batch.turn_ids, num_turns)
+    own_lengths = _to_tokens(lengths, batch.turn_ids)
+    weights /= jnp.maximum(own_lengths, 1)
   if batch.roles is None:
     return whiten_tokens(advantages, weights)
   total = jnp.zeros_like(advantages)
   for rows in batch.roles.values():
-    total += whiten_tokens(advantages, weights * rows[:, None])
+    of_role = weights * rows[:, None]
+    total += whiten_tokens(advantages, of_role)
   return total
 
 
@@ -289,8 +303,9 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
   def estimate_from_groups(batch, variant):
     del variant
     scores, group_ids, is_first = _scores(batch)
-    of_firsts = jnp.where(is_first, function(scores, group_ids), 0)
-    of_rows = losses.episode_sums(of_firsts[:, None], batch.episode_ids)
+    of_episodes = function(scores, group_ids)
+    of_firsts = jnp.where(is_first, of_episodes, 0)[:, None]
+    of_rows = losses.episode_sums(of_firsts, batch.episode_ids)
     advantages = of_rows[:, None] * batch.action_mask
     return advantages, advantages
 
@@ -302,7 +317,8 @@ def _scores(batch):
   """Returns scores and group ids of the episodes [B], and the rows that represent them [B] bool."""
   rewards = batch.rewards * batch.action_mask
   scores = losses.episode_sums(rewards, batch.episode_ids)
-  sizes = losses.episode_sums(jnp.abs(rewards), batch.episode_ids)
+  absolute = jnp.abs(rewards)
+  sizes = losses.episode_sums(absolute, batch.episode_ids)
   if batch.score_offsets is not None:
     scores += batch.score_offsets
   is_first = losses.first_rows(batch.action_mask, batch.episode_ids)
@@ -340,7 +356,7 @@ def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
   num_samples = is_sample.sum(axis=1)
   num_references = num_rows - num_samples
   num_samples = jnp.maximum(num_samples, 1)
-  mean = _over(jnp.sum, z_scores, is_sample, 0) / num_samples
+  mean = _over(jnp.sum, z_scores, is_sample) / num_samples
   of_sample = (1 + variant.grao_lambda) * z_scores / num_samples
   of_reference = variant.grao_beta * z_scores - variant.grao_lambda * mean
   of_reference /= jnp.maximum(num_references, 1)
@@ -390,13 +406,15 @@ def _token_gae(batch, gamma, lam):
 
 @_from_gae
 def _turn_gae(batch, gamma, lam):
-  num_turns = batch.turn_ids.shape[1]
-  return turn_gae(batch.rewards, batch.old_values, batch.turn_ids, num_turns, gamma, lam)
+  turn_ids = batch.turn_ids
+  num_turns = turn_ids.shape[1]
+  return turn_gae(batch.rewards, batch.old_values, turn_ids, num_turns, gamma, lam)
 
 
 @_from_gae
 def _bad_gae(batch, gamma, lam):
-  return bad_gae(batch.rewards, batch.old_values, batch.turn_ids, batch.action_mask, gamma, lam)
+  turn_ids = batch.turn_ids
+  return bad_gae(batch.rewards, batch.old_values, turn_ids, batch.action_mask, gamma, lam)
 
 
 def _token_returns(batch, variant):
@@ -437,11 +455,12 @@ def _turn_zscore(batch, variant):
   num_rows, num_turns = batch.turn_ids.shape
   rewards = batch.rewards * batch.action_mask
   scores = _sum_turns(rewards, batch.turn_ids, num_turns)
-  sizes = _sum_turns(jnp.abs(rewards), batch.turn_ids, num_turns)
-  has_turn = _sum_turns(batch.action_mask, batch.turn_ids, num_turns) > 0
-  own_group = -1 - jnp.arange(num_rows)
-  group_ids = batch.group_ids // num_roles
-  group_ids = jnp.where(has_turn, group_ids[:, None], own_group[:, None])
+  absolute = jnp.abs(rewards)
+  sizes = _sum_turns(absolute, batch.turn_ids, num_turns)
+  num_tokens = _sum_turns(batch.action_mask, batch.turn_ids, num_turns)
+  own_group = -1 - jnp.arange(num_rows)[:, None]
+  group_ids = batch.group_ids[:, None] // num_roles
+  group_ids = jnp.where(num_tokens > 0, group_ids, own_group)
   by_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
   scores = by_turn(_without_rounding)(scores, sizes, group_ids)
   z_scores = by_turn(group_zscore)(scores, group_ids)

@@ -125,7 +125,7 @@ class DividedGradient(NamedTuple):
 
   gradient: Any  # the gradient for the optimizer
   undivided: Any  # the gradient for the optimizer without the division
-  step_divisor: jax.Array | None  # divides the optimizer's step; None: nothing does
+  step_divisor: jax.Array | float  # divides the optimizer's step
   # 'clip' is the norm that the clip bounds. 'entering' is the norm of `gradient`. 'factor' is
   # 'entering' divided by the norm of `undivided`. It is 1 with 'step', and where g + rest is 0.
   norms: dict[str, jax.Array]
@@ -154,13 +154,13 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   whole_norm = norm(whole)
   g_divided = jax.tree.map(lambda x: x / divisor, g)
   quotient = _add(g_divided, rest)
-  undivided = _clip(whole, max_norm)
+  undivided = clip(whole, max_norm)
   undivided_norm = jnp.minimum(whole_norm, max_norm)
 
-  step_divisor = None
+  step_divisor: jax.Array | float = 1.0
   if order == 'before_clip':
     clip_norm = norm(quotient)
-    gradient = _clip(quotient, max_norm)
+    gradient = clip(quotient, max_norm)
     entering_norm = jnp.minimum(clip_norm, max_norm)
   elif order == 'after_clip':
     clip_norm = whole_norm
@@ -180,6 +180,13 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   factor = jnp.where(has_gradient, change, 1)
   norms = {'clip': clip_norm, 'entering': entering_norm, 'factor': factor}
   return DividedGradient(gradient, undivided, step_divisor, norms)
+
+
+def clip(tree: Any, max_norm: float) -> Any:
+  """Returns the tree, scaled down if its global norm is above the bound."""
+  transformation = optax.clip_by_global_norm(max_norm)
+  clipped, _ = transformation.update(tree, optax.EmptyState())
+  return clipped
 
 
 def norm(tree: Any) -> jax.Array:
@@ -209,12 +216,6 @@ def _segments(batch, variant):
 
 def _add(tree, rest):
   return tree if rest is None else optax.tree.add(tree, rest)
-
-
-def _clip(tree, max_norm):
-  clip = optax.clip_by_global_norm(max_norm)
-  clipped, _ = clip.update(tree, optax.EmptyState())
-  return clipped
 
 
 # --- The divisors of a variant: (g_norm, c_norm, any_clipped) -> number ---------------------------

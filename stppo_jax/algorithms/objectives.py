@@ -121,8 +121,9 @@ def groups(batch: TurnBatch) -> Groups:
   is_first = losses.first_rows(is_counted, batch.episode_ids)
   members = losses.is_same(batch.group_ids) & is_first[None, :]
   # All agent tokens of an episode have the same advantage. A mean of them would round it.
-  scores = jnp.where(is_counted, batch.advantages, -jnp.inf).max(axis=1)
-  scores = jnp.where(is_counted.any(axis=1), scores, 0)
+  counted = jnp.where(is_counted, batch.advantages, -jnp.inf)
+  has_tokens = is_counted.any(axis=1)
+  scores = jnp.where(has_tokens, counted.max(axis=1), 0)
   return Groups(is_first, members, scores)
 
 
@@ -148,11 +149,14 @@ def best_and_worst(batch: TurnBatch) -> Pairs:
   The first sampled one of equals is chosen, see `Variant.breaks_ties`.
   """
   is_first, members, scores = groups(batch)
-  best = jnp.where(members, scores, -jnp.inf).argmax(axis=1)
-  worst = jnp.where(members, scores, jnp.inf).argmin(axis=1)
+  from_above = jnp.where(members, scores, -jnp.inf)
+  from_below = jnp.where(members, scores, jnp.inf)
+  best = from_above.argmax(axis=1)
+  worst = from_below.argmin(axis=1)
   has_spread = scores[best] > scores[worst]
   first_members = members.argmax(axis=1)
-  represents_group = is_first & (first_members == jnp.arange(len(scores)))
+  rows = jnp.arange(len(scores))
+  represents_group = is_first & (first_members == rows)
   return Pairs(best, worst, has_spread & represents_group)
 
 
@@ -166,7 +170,8 @@ def _pair_objective(value_of, start):
 
   def compare(outputs, batch, variant):
     pairs = best_and_worst(batch)
-    log_ratio = _episode_sums(outputs.logp - getattr(batch, start), batch)
+    start_logp = getattr(batch, start)
+    log_ratio = _episode_sums(outputs.logp - start_logp, batch)
     h = log_ratio[pairs.best] - log_ratio[pairs.worst]
     values = value_of(h, variant)
     return pairs.terms(values), _nothing_clipped(outputs)
@@ -234,7 +239,8 @@ def _p3o(outputs, batch, variant):
   own = log_w[:, None]
   other = log_w[None, :]
   log_weight = segments.bounded(own + other)
-  weight = jax.lax.stop_gradient(jnp.exp(log_weight))
+  weight = jnp.exp(log_weight)
+  weight = jax.lax.stop_gradient(weight)
   h = (own - other) / 2
   d = scores[:, None] - scores[None, :]
   free = d * h
@@ -242,10 +248,11 @@ def _p3o(outputs, batch, variant):
   value = weight * jnp.minimum(free, bounded)
   is_itself = jnp.eye(len(scores), dtype=bool)
   is_pair = members & is_first[:, None] & ~is_itself
-  num_others = jnp.maximum(is_pair.sum(axis=1), 1)
+  num_others = is_pair.sum(axis=1)
+  num_others = jnp.maximum(num_others, 1)
   num_episodes = jnp.maximum(is_first.sum(), 1)
-  total = jnp.where(is_pair, value, 0).sum(axis=1)
-  row_values = total / num_others / num_episodes
+  value_of_pairs = jnp.where(is_pair, value, 0)
+  row_values = value_of_pairs.sum(axis=1) / num_others / num_episodes
   clipped_pairs = is_pair & (bounded < free)
   is_clipped = clipped_pairs.any(axis=1, keepdims=True)
   return row_values, jnp.broadcast_to(is_clipped, outputs.logp.shape)
@@ -269,13 +276,14 @@ def _rover(outputs, batch, variant):
   """
   mask = _counted_tokens(batch)
   drift = outputs.uniform - batch.old_uniform
-  next_drift = _at_next_token(jax.lax.stop_gradient(drift), mask)
+  drift = jax.lax.stop_gradient(drift)
+  next_drift = _at_next_token(drift, mask)
   target = batch.advantages + variant.alpha * variant.beta * next_drift
   q = variant.beta * (outputs.logp - batch.old_logp)
   error = jnp.where(mask, q - target, 0)
   weights = losses.variant_weights(mask, batch, variant)
-  row_losses = jnp.sum(weights * jnp.square(error), axis=1)
-  return -row_losses, _nothing_clipped(outputs)
+  row_values = -jnp.sum(weights * jnp.square(error), axis=1)
+  return row_values, _nothing_clipped(outputs)
 
 
 def _at_next_token(x, mask):
@@ -287,7 +295,8 @@ def _at_next_token(x, mask):
     return value_here, value_after
 
   nothing = jnp.zeros_like(x[:, 0])
-  _, values_after = jax.lax.scan(step, nothing, (x.T, mask.T), reverse=True)
+  columns = (x.T, mask.T)
+  _, values_after = jax.lax.scan(step, nothing, columns, reverse=True)
   return values_after.T
 
 

@@ -51,19 +51,20 @@ def log_weights(
     raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
   if level == 'none':
     return jnp.zeros_like(old_logp)
-  mask = action_mask.astype(old_logp.dtype)
-  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
+  mask = action_mask > 0
+  log_ratio = jnp.where(mask, old_logp - behaviour_logp, 0)
   if level == 'token':
     return log_ratio
   segment_level = level.partition('_')[0]
   ids, num_segments = segments.segment_ids(segment_level, action_mask, turn_ids)
   if level == 'sequence':
     totals = segments.segment_sum(log_ratio, ids, num_segments)
-    return jnp.take_along_axis(totals, ids, axis=1) * mask
+    own_totals = jnp.take_along_axis(totals, ids, axis=1)
+    return own_totals * mask
   if level == 'sequence_mean':
     ratio = jnp.exp(segments.bounded(log_ratio))
     mean = segments.segment_mean(ratio, ids, action_mask, num_segments)
-    mean = jnp.where(mask > 0, mean, 1)
+    mean = jnp.where(mask, mean, 1)
     return jnp.log(mean)
   return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
 
@@ -128,9 +129,13 @@ def effective_share(
   log_w = jax.lax.stop_gradient(log_w)
   # Relative to the largest: a share does not depend on a common factor, and nothing overflows.
   any_tokens = has_tokens.any()
-  log_w -= jnp.where(any_tokens, log_w.max(), 0)
+  largest = log_w.max()
+  log_w -= jnp.where(any_tokens, largest, 0)
   log_w = jnp.maximum(log_w, -segments.MAX_LOG_RATIO)
-  w = jnp.where(has_tokens, jnp.exp(log_w), 0)
-  most = jnp.square(w).sum() * has_tokens.sum()
-  share = jnp.square(w.sum()) / jnp.maximum(most, 1e-30)
+  w = jnp.exp(log_w)
+  w = jnp.where(has_tokens, w, 0)
+  squares = jnp.square(w)
+  most = squares.sum() * has_tokens.sum()
+  share = jnp.square(w.sum())
+  share /= jnp.maximum(most, 1e-30)
   return jnp.where(any_tokens, share, 1)

@@ -34,8 +34,10 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
   """
   if variant.value_loss == 'mse':
     return outputs
-  edges = _edges(variant.value_low, variant.value_high, outputs.shape[-1])
-  centres = (edges[:-1] + edges[1:]) / 2
+  num_bins = outputs.shape[-1]
+  edges = _edges(variant.value_low, variant.value_high, num_bins)
+  width = edges[1] - edges[0]
+  centres = edges[:-1] + width / 2
   probabilities = jax.nn.softmax(outputs)
   return jnp.sum(probabilities * centres, axis=-1)
 
@@ -67,12 +69,14 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
 
   Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
   """
-  width = (high - low) / num_bins
-  y = jnp.clip(returns, low, high)
-  distance = _edges(low, high, num_bins) - y[..., None]
-  below = jax.scipy.stats.norm.cdf(distance / (SMOOTHING * width))
+  edges = _edges(low, high, num_bins)
+  deviation = SMOOTHING * (high - low) / num_bins
+  y = jnp.clip(returns, low, high)[..., None]
+  distance = (edges - y) / deviation
+  below = jax.scipy.stats.norm.cdf(distance)
   mass = jnp.diff(below, axis=-1)
-  return mass / mass.sum(axis=-1, keepdims=True)
+  total = mass.sum(axis=-1, keepdims=True)
+  return mass / total
 
 
 def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) -> jax.Array:
@@ -84,16 +88,19 @@ def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) 
 
 def inner_support(variant: Variant) -> tuple[float, float]:
   """Returns the lowest and the highest return that the bins represent without an error."""
-  width = (variant.value_high - variant.value_low) / variant.value_bins
+  low = variant.value_low
+  high = variant.value_high
+  width = (high - low) / variant.value_bins
   margin = MARGIN * width
-  return variant.value_low + margin, variant.value_high - margin
+  return low + margin, high - margin
 
 
 def labels(variant: Variant) -> tuple[str, ...]:
   """Returns a name of each bin with its edges. The config.json of a critic's folder has them."""
-  edges = np.linspace(variant.value_low, variant.value_high, variant.value_bins + 1)
-  return tuple(f'bin from {low:.6g} to {high:.6g}' for low, high in itertools.pairwise(edges))
+  edges = _edges(variant.value_low, variant.value_high, variant.value_bins)
+  bins = itertools.pairwise(edges)
+  return tuple(f'bin from {low:.6g} to {high:.6g}' for low, high in bins)
 
 
 def _edges(low, high, num_bins):
-  return jnp.linspace(low, high, num_bins + 1)
+  return np.linspace(low, high, num_bins + 1)

@@ -76,32 +76,34 @@ def train(
   config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
   row_sharding = NamedSharding(mesh, P(None, *sharding.ROWS))
+  differentiate = jax.value_and_grad(_sums, has_aux=True)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, tokens, weights):
     def accumulate(sums, micro_batch):
-      tokens, weights = micro_batch
-      grad = jax.value_and_grad(_sums, has_aux=True)
-      (_, imitated), grads = grad(params, config, tokens, weights, logp_chunk)
-      sums = jax.tree.map(jnp.add, sums, (imitated, grads))
+      (_, imitated), grads = differentiate(params, config, *micro_batch, logp_chunk)
+      sums = optax.tree.add(sums, (imitated, grads))
       return jax.lax.with_sharding_constraint(sums, place(sums)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    zeros = (jnp.zeros(()), optax.tree.zeros_like(params))
     (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
-    grads = jax.tree.map(lambda g: g / jnp.maximum(weights.sum(), 1), grads)
+    total = jnp.maximum(weights.sum(), 1)
+    num_imitated = jnp.maximum((weights == 1).sum(), 1)
+    grads = jax.tree.map(lambda g: g / total, grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    return params, opt_state, imitated / jnp.maximum((weights == 1).sum(), 1)
+    return params, opt_state, imitated / num_imitated
 
   rng = np.random.default_rng(seed)
   params = jax.device_put(params, place(params))
-  opt_places = place(jax.eval_shape(optimizer.init, params))
-  opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+  opt_shapes = jax.eval_shape(optimizer.init, params)
+  init = jax.jit(optimizer.init, out_shardings=place(opt_shapes))
+  opt_state = init(params)
   losses = []
   started = time.perf_counter()
   for n in range(1, steps + 1):
-    tokens, weights = jax.device_put(draw(rng), row_sharding)
-    params, opt_state, value = step(params, opt_state, tokens, weights)
+    batch = jax.device_put(draw(rng), row_sharding)
+    params, opt_state, value = step(params, opt_state, *batch)
     losses.append(value)
     if n % log_every == 0:
       mean = np.mean(jax.device_get(losses))
@@ -126,7 +128,8 @@ def loss(
 ) -> float:
   """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
   sums = jax.jit(functools.partial(_sums, config=config, logp_chunk=logp_chunk))
-  total = count = 0.0
+  total = 0.0
+  count = 0
   for tokens, weights in batches:
     _, imitated = sums(params, tokens=tokens, weights=weights)
     total += float(imitated)
@@ -136,8 +139,10 @@ def loss(
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
   """Returns AdamW with a warm-up of 1/20 of the steps, at least 3, then a cosine to lr / 30."""
-  warmup = max(math.ceil(steps / 20), min(3, steps // 2))
-  schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, max(steps, warmup + 1), lr / 30)
+  shortest = min(3, steps // 2)
+  warmup = max(math.ceil(steps / 20), shortest)
+  decay_steps = max(steps, warmup + 1)
+  schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, decay_steps, lr / 30)
   from_first_step = lambda count: schedule(count + 1)  # at rate 0 the step would change nothing
   adamw = optax.adamw(from_first_step, b2=0.98, weight_decay=0.01)
   return optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -147,7 +152,9 @@ def _sums(params, config, tokens, weights, logp_chunk):
   """Returns sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
   x, _ = decoder.trunk(params, config, tokens, None)
   logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
-  return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
+  weighted = -jnp.sum(logp * weights)
+  imitated = -jnp.sum(logp * (weights == 1))
+  return weighted, imitated
 
 
 def encode(
@@ -170,15 +177,16 @@ def encode(
     if observation:
       observation_ids = tokenizer_lib.encode_observation(tokenizer, observation, max_observation)
     ids = ids + turn_ids + observation_ids
-    weights += [1.0] * len(turn_ids) + [read_weight] * len(observation_ids)
-  return Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+    weights += [1.0] * len(turn_ids)
+    weights += [read_weight] * len(observation_ids)
+  return Demonstration(tokens=np.array(ids, np.int32), weights=np.array(weights, np.float32))
 
 
-def from_episode(episode: types.Episode, read_weight: float = 0.0) -> Demonstration:
+def from_episode(episode: types.Episode) -> Demonstration:
   """Returns the demonstration of an episode, whose turns are imitated token by token."""
   tokens, turn_ids, _ = episode.unroll()
   length = batching.trained_length(episode)
-  weights = np.where(turn_ids > 0, 1.0, read_weight).astype(np.float32)
+  weights = (turn_ids > 0).astype(np.float32)
   return Demonstration(tokens[:length], weights[:length])
 
 
@@ -201,10 +209,11 @@ def batches(
 
   def draw(rng):
     window = rng.choice(len(pool), num_batches * rows, replace=False)
-    by_length = window[np.argsort(lengths[window], kind='stable')]
-    chosen = by_length.reshape(num_batches, rows)[rng.integers(num_batches)]
+    order = np.argsort(lengths[window], kind='stable')
+    by_length = window[order].reshape(num_batches, rows)
+    chosen = by_length[rng.integers(num_batches)]
     columns = pad([pool[i] for i in chosen], buckets)
-    return tuple(column.reshape(rows // micro_batch, micro_batch, -1) for column in columns)
+    return tuple(column.reshape(-1, micro_batch, column.shape[1]) for column in columns)
 
   return draw
 
@@ -218,8 +227,9 @@ def pad(demonstrations: Sequence[Demonstration], buckets: Sequence[int]) -> Batc
         f'a demonstration of {longest} tokens does not fit in buckets {tuple(buckets)}: '
         'add one, or leave it out'
     )
-  tokens = np.zeros((len(demonstrations), length), np.int32)
-  weights = np.zeros((len(demonstrations), length), np.float32)
+  shape = (len(demonstrations), length)
+  tokens = np.zeros(shape, np.int32)
+  weights = np.zeros(shape, np.float32)
   for row, demonstration in enumerate(demonstrations):
     tokens[row, : len(demonstration.tokens)] = demonstration.tokens
     weights[row, : len(demonstration.weights)] = demonstration.weights

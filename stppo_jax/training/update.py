@@ -228,7 +228,7 @@ def with_advantages(
   Adds the KL penalty to the reward and adapts its coefficient.
   """
   variant = spec.variant
-  mask = batch.action_mask.astype(jnp.float32)
+  mask = batch.action_mask
   metrics = {}
   if state.score_moments is not None:
     batch, moments = score_norm.normalise(batch, state.score_moments, variant)
@@ -290,6 +290,7 @@ def update_step(
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
   critic = sharding.to_device(state.critic)
+  state = dataclasses.replace(state, critic=critic)
 
   def take_rows(x):
     return x[step.rows]
@@ -297,7 +298,7 @@ def update_step(
   batch = jax.tree.map(take_rows, batch)
   inputs = StepInputs(
       spec=spec,
-      state=dataclasses.replace(state, critic=critic),
+      state=state,
       batch=batch,
       weights=filters.weights(batch, spec.variant),
       mesh=mesh,
@@ -392,10 +393,8 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   is_finite = diagnostics.is_finite(metrics)
   state, applied_metrics = _apply(inputs, divided, grads, is_finite)
   metrics |= applied_metrics
-  per_token = {}
-  per_token['ratio'] = tokens['ratio']
-  per_token['clipped'] = tokens['clipped']
-  return state, metrics, per_token
+  logged_tokens = {name: tokens[name] for name in ('ratio', 'clipped')}
+  return state, metrics, logged_tokens
 
 
 def _compare_rows(inputs):
@@ -557,12 +556,10 @@ def _divide(inputs, grads, bias, tokens, ess_share):
   metrics['stppo/entering_norm'] = divided.norms['entering']
   metrics['stppo/entering_factor'] = divided.norms['factor']
   if variant.divisor == 'none':
-    divided = divided._replace(undivided=None, step_divisor=None)
+    divided = divided._replace(undivided=None)
   if variant.step_scale != 'none':
     scale = off_policy.STEP_SCALES[variant.step_scale](ess_share)
-    step_divisor = 1 if divided.step_divisor is None else divided.step_divisor
-    step_divisor = step_divisor / scale
-    divided = divided._replace(step_divisor=step_divisor)
+    divided = divided._replace(step_divisor=divided.step_divisor / scale)
   return divided, metrics
 
 
@@ -588,21 +585,18 @@ def _apply(inputs, divided, grads, is_finite):
       divided.undivided,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
-  num_steps_after = state.step + 1
-  after = dataclasses.replace(state, step=num_steps_after, skipped=skipped)
-  after = dataclasses.replace(after, actor=actor.params, actor_opt=actor.opt_state)
+  after = dataclasses.replace(
+      state, step=state.step + 1, skipped=skipped, actor=actor.params, actor_opt=actor.opt_state
+  )
   num_steps = _steps_taken(state.actor_opt, state.step)
-  actor_lr = spec.actor_lr(num_steps)
   metrics = {
-      'actor/lr': actor_lr,
+      'actor/lr': spec.actor_lr(num_steps),
       'actor/skipped': skipped,
       'stppo/step_norm': actor.step_norm,
       'stppo/applied_factor': actor.factor,
   }
   if spec.critic is not None:
-    clip = optax.clip_by_global_norm(spec.critic_clip)
-    stateless = optax.EmptyState()
-    gradient, _ = clip.update(grads['value'], stateless)
+    gradient = correction.clip(grads['value'], spec.critic_clip)
     critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
     num_steps = _steps_taken(state.critic_opt, state.step)
@@ -626,7 +620,7 @@ def optimize(
     params: dict,
     opt_state: optax.OptState,
     take: jax.Array,
-    step_divisor: jax.Array | None = None,
+    step_divisor: jax.Array | float = 1.0,
     undivided: dict | None = None,
 ) -> Applied:
   """Returns parameters and optimizer state after one step, or unchanged if `take` [] is false.
@@ -635,15 +629,12 @@ def optimize(
   without the division. The same optimizer state makes this other step of the gradient `undivided`
   (None: `gradient`). The factor is 1 if nothing is divided, or if the other step is 0.
   """
-
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
   without = step
   if undivided is not None:
     without, _ = optimizer.update(undivided, opt_state, params)
-  if step_divisor is not None:
-    divide = lambda x: x / step_divisor
-    step = jax.tree.map(divide, step)
+  step = jax.tree.map(lambda x: x / step_divisor, step)
   norm = optax.tree.norm(step)
   norm_without = optax.tree.norm(without)
   is_positive = norm_without > 0
