@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import config as config_lib
 from stppo_jax import types
-from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variants import Variant
+from stppo_jax.config import Config
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
@@ -233,7 +233,7 @@ def _one_or_list(values):
   return values[0] if len(values) == 1 else values
 
 
-def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
+def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
   """Loads the weights; returns the learners of these policies. Compiles nothing.
 
   All policies start from the same weights.
@@ -292,9 +292,7 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
   return Learners(learners, config.seed)
 
 
-def load(
-    config: config_lib.Config, variant: variants.Variant, load_model: Callable, make: Callable
-) -> Models:
+def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:
   """Loads the models of a run. `needs_reference` says whether one of them is a separate reference.
 
   `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the
@@ -341,12 +339,12 @@ def load(
   return Models(model, critic_model, actor, critic, frozen)
 
 
-def needs_reference(config: config_lib.Config, variant: variants.Variant) -> bool:
+def needs_reference(config: Config, variant: Variant) -> bool:
   """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
   return variant.needs_reference and not config.model.lora_rank
 
 
-def teacher_config(config: config_lib.Config) -> config_lib.Config:
+def teacher_config(config: Config) -> Config:
   """Returns a config whose model is the teacher's.
 
   A frozen model loses nothing if it is stored in the dtype of the computation.
@@ -363,7 +361,7 @@ def with_teacher(spec: state_lib.Spec, model: decoder.ModelConfig) -> state_lib.
   return dataclasses.replace(spec, teacher=teacher)
 
 
-def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:
+def on_host(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
   """Returns the names of what is offloaded to the host. UserError: the devices cannot do it."""
   places = dataclasses.asdict(config.placement)
   names = [name for name, place in places.items() if place == 'host']
@@ -372,7 +370,7 @@ def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:
   return names
 
 
-def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[str, str | None]:
+def model_heads(config: Config, variant: Variant) -> tuple[str, str | None]:
   """Returns (head of the policy, head of the separate critic or None): see ModelConfig.head."""
   if not variant.needs_critic:
     return 'tokens', None
@@ -382,8 +380,8 @@ def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[s
 
 
 def make_spec(
-    config: config_lib.Config,
-    variant: variants.Variant,
+    config: Config,
+    variant: Variant,
     model: decoder.ModelConfig,
     critic_model: decoder.ModelConfig | None,
     device: jax.Device,

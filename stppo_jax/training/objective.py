@@ -5,12 +5,13 @@ import dataclasses
 
 from absl import logging
 
-from stppo_jax import config as config_lib
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variants import Variant
+from stppo_jax.config import Config
 
 
 def _has_function(variant):
@@ -33,7 +34,7 @@ def _reads_beta(variant):
 
 
 # Columns that change nothing without another setting, and whether a variant has that one.
-_NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
+_NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
     ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
     ('lam_critic value_clip value_loss', 'a critic', lambda v: v.needs_critic),
@@ -75,11 +76,11 @@ _NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
 )
 
 
-def make_variant(config: config_lib.Config) -> variants.Variant:
+def make_variant(config: Config) -> Variant:
   """Resolves and checks the objective that the config names, with the columns it overrides."""
   algorithm = config.algorithm
   variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
-  if not isinstance(variant, variants.Variant):
+  if not isinstance(variant, Variant):
     raise types.UserError(
         f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: '
         'give the name of a stppo_jax.algorithms.variants.Variant'
@@ -138,7 +139,7 @@ def _check_hashable(name, variant):
 
 def _overrides(algorithm, variant):
   """Returns the columns of the variant that the config sets."""
-  columns = [field.name for field in dataclasses.fields(variants.Variant)]
+  columns = [field.name for field in dataclasses.fields(Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)
   for name, value in algorithm.options.items():
     if name not in own:
@@ -154,7 +155,7 @@ def _overrides(algorithm, variant):
   return {k: v for k, v in given.items() if v is not None} | algorithm.options
 
 
-def warn_of_settings(config: config_lib.Config, variant: variants.Variant) -> None:
+def warn_of_settings(config: Config, variant: Variant) -> None:
   """Logs settings that are allowed and seldom meant."""
   train, name = config.train, config.algorithm.variant
   for columns, needed, has_needed in _NEEDED:
