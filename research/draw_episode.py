@@ -28,9 +28,10 @@ CLIP = 0.2
 TURN_COLOURS = ('#0072B2', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 MASKED = '#d9d9d9'
 CLIPPED = '#D55E00'
-COLUMNS = 34  # tokens in a line
+COLUMNS = 34  # tokens in a line, at most
 KEPT = 3  # tokens at each end of a long masked part
-LINE_HEIGHT = 5.2
+TOKEN_HEIGHT = 2.5
+LINE_HEIGHT = 5.8
 NORM = matplotlib.colors.TwoSlopeNorm(1.0, 0.5, 2.0)
 
 
@@ -95,12 +96,14 @@ def draw(record: dict, values: dict[str, np.ndarray], out: str) -> None:
   turn_ids = record['turn_ids']
   shown = columns_of(turn_ids)
   num_lines = -(-len(shown) // COLUMNS)
-  figure, axis = plt.subplots(figsize=(12, 1.75 * num_lines + 0.4))
+  columns = -(-len(shown) // num_lines)
+  figure, axis = plt.subplots(figsize=(10, 1.9 * num_lines + 0.4))
   for i, token in enumerate(shown):
-    column = i % COLUMNS
-    top = -LINE_HEIGHT * (i // COLUMNS)
+    column = i % columns
+    top = -LINE_HEIGHT * (i // columns)
     if token is None:
-      axis.text(column + 0.47, top + 1.0, '…', ha='center', va='center', fontsize=14)
+      middle = top + TOKEN_HEIGHT / 2
+      axis.text(column + 0.47, middle, '…', ha='center', va='center', fontsize=14)
       continue
     turn = turn_ids[token]
     draw_token(axis, column, top, record['pieces'][token], turn)
@@ -111,11 +114,11 @@ def draw(record: dict, values: dict[str, np.ndarray], out: str) -> None:
         draw_ratio(axis, column, bottom, values[level][token], is_clipped)
   for line in range(num_lines):
     top = -LINE_HEIGHT * line
-    axis.text(-0.3, top + 1.0, 'token', ha='right', va='center')
+    axis.text(-0.3, top + TOKEN_HEIGHT / 2, 'token', ha='right', va='center')
     axis.text(-0.3, top - 0.6, 'token ratio', ha='right', va='center')
     axis.text(-0.3, top - 1.7, 'turn ratio', ha='right', va='center')
   draw_legend(axis, max(turn_ids))
-  axis.set(xlim=(-4, COLUMNS), ylim=(-LINE_HEIGHT * num_lines + 2.6, 3.6))
+  axis.set(xlim=(-4, columns), ylim=(-LINE_HEIGHT * num_lines + 3.2, TOKEN_HEIGHT + 1.6))
   axis.axis('off')
   figure.savefig(out, dpi=140, bbox_inches='tight')
 
@@ -124,18 +127,18 @@ def draw_token(axis, column: int, top: float, piece: str, turn: int) -> None:
   """Draws a token in the colour of its turn."""
   colour = TURN_COLOURS[(turn - 1) % len(TURN_COLOURS)] if turn > 0 else MASKED
   text_colour = 'white' if turn > 0 else '#444444'
-  axis.add_patch(plt.Rectangle((column, top), 0.94, 2.0, color=colour))
+  axis.add_patch(plt.Rectangle((column, top), 0.94, TOKEN_HEIGHT, color=colour))
   text = piece.replace('\n', '⏎').strip()
   if len(text) > 9:
     text = text[:8] + '…'
   axis.text(
       column + 0.47,
-      top + 1.0,
+      top + TOKEN_HEIGHT / 2,
       text,
       ha='center',
       va='center',
       color=text_colour,
-      fontsize=7,
+      fontsize=7.5,
       rotation=90,
   )
 
@@ -143,7 +146,7 @@ def draw_token(axis, column: int, top: float, piece: str, turn: int) -> None:
 def draw_ratio(axis, column: int, bottom: float, value: float, is_clipped: bool) -> None:
   """Draws a ratio, with a frame where the clip removes the gradient of its token."""
   shade = matplotlib.colormaps['PuOr_r'](NORM(value))
-  is_dark = value < 0.62 or value > 1.7
+  is_dark = value < 0.75 or value > 1.7
   axis.add_patch(plt.Rectangle((column + 0.03, bottom + 0.05), 0.88, 0.95, facecolor=shade))
   if is_clipped:
     frame = plt.Rectangle(
@@ -174,6 +177,8 @@ def draw_legend(axis, num_turns: int) -> None:
       handles,
       labels,
       ncols=len(labels),
+      fontsize=8.5,
+      columnspacing=1.2,
       loc='upper left',
       bbox_to_anchor=(0.0, 1.06),
       frameon=False,

@@ -112,9 +112,9 @@ class ModelSettings(Section):
   """The policy, and the trunk that its critic starts from."""
 
   folder: str = setting(
-      'embedded', "a Hugging Face folder; 'embedded' is the tiny warm-started model")
+      'embedded', "a Hugging Face folder; 'embedded' is the small model of the package")
   chat_template_kwargs: dict[str, Any] = setting(
-      {}, 'arguments of its chat template, as in '
+      {}, "arguments of the model's chat template, as in "
       '--config.model.chat_template_kwargs.enable_thinking=False')
   critic: str = setting(
       'separate', "'separate': the critic has its own trunk; 'shared': it is a second head on the "
@@ -192,29 +192,32 @@ class RolloutSettings(Section):
       'vllm', "interface of the engines; 'stppo' is the gateway of --mode=serve",
       allowed=('vllm', 'sglang', 'stppo'), resume_allowed=True)
   engine_folder: str = setting(
-      '', 'folder for the weights that the engines load, which they see under the same path. '
-      'Empty: WORKDIR/weights', resume_safe=True, written=True)
+      '', 'folder through which the engines get new weights. Trainer and engines must see it under '
+      'the same path. Empty: WORKDIR/weights', resume_safe=True, written=True)
   engine_devices: int = setting(
-      1, 'devices of each engine, for --mode=plan', at_least=1, resume_safe=True)
+      1, 'number of devices of each engine. Only --mode=plan uses it', at_least=1,
+      resume_safe=True)
   engine_push: str = setting(
-      'turn', "moment at which new weights replace older ones: 'turn' waits for the turns in "
-      "progress, and their episodes continue with the new weights. 'batch' waits for the batch, "
-      'which one version samples', allowed=('turn', 'batch'), resume_allowed=True)
+      'turn', "when an engine loads new weights: 'turn' waits for the turns in progress, and their "
+      "episodes continue with the new weights. 'batch' waits for the end of the batch, so one "
+      'version samples the whole batch', allowed=('turn', 'batch'), resume_allowed=True)
   engine_gap: float = setting(
-      0.05, 'largest mean difference of the log-probs of engine and trainer at the start, in nats '
-      'per token; more is an error', above=0, resume_safe=True)
+      0.05, 'largest mean difference between the log-probs of engine and trainer, in nats per '
+      'token, at the start and at each evaluation. A larger difference ends the run', above=0,
+      resume_safe=True)
   engine_timeout_s: float = setting(
       300.0, 'seconds that an engine may take for a turn', above=0, resume_safe=True)
   engine_outage_s: float = setting(
-      3600.0, 'seconds without an answer of any engine, after which the run saves and stops',
+      3600.0, 'seconds without an answer from any engine, after which the run saves and stops',
       at_least=0, resume_safe=True)
   replay: str = setting(
-      '', 'folder of saved batches, such as runs/NAME/episodes. Update n trains on its '
-      'train_<n>.jsonl, and only evaluations sample. Empty: off')
+      '', 'folder of saved batches, such as runs/NAME/episodes. Update n trains on the file '
+      'train_<n>.jsonl of this folder, and only evaluations sample. Empty: off')
   allocation: str = setting(
-      'even', 'how the episodes of a batch are dealt out to its questions. DARS plays a first '
-      "round, and gives more to hard questions: 'dars_et' (equal treatment) or 'dars_hw' (hardness "
-      'weighted). Scores are then between 0 and 1, and group_size is the mean size of a group',
+      'even', 'how the episodes of a batch are distributed over its questions. DARS samples a '
+      "first round and then gives more episodes to hard questions: 'dars_et' (equal treatment) or "
+      "'dars_hw' (hardness weighted). With DARS scores are between 0 and 1, and group_size is the "
+      'mean size of a group',
       allowed=('even', 'dars_et', 'dars_hw'))
   first_rows: int = setting(
       0, 'episodes of a question in the first round of DARS; 0: half of group_size', at_least=0)
@@ -222,12 +225,12 @@ class RolloutSettings(Section):
       0, 'episodes of a question with DARS, at most; 0: four times group_size', at_least=0)
   demonstrations: str = setting(
       '', "'module:Player', a class whose `act(observation)` returns the next action, or a file of "
-      'recorded episodes. They are played in the environment, and become rows of the batch. Empty: '
-      'off', plugin=True)
+      'recorded episodes. The environment scores the demonstrations, and they become rows of the '
+      'batch. Empty: off', plugin=True)
   demonstrated: int = setting(
-      1, 'rows of a group that are demonstrations; group_size includes them', at_least=1)
+      1, 'number of demonstrations in a group; group_size includes them', at_least=1)
   demonstrate_every: int = setting(
-      1, 'the groups of every n-th question of a batch have demonstrations', at_least=1)
+      1, 'n: every n-th question of a batch has demonstrations', at_least=1)
   max_failed: float = setting(
       0.5, "share of a batch's episodes in which the environment's code may raise. These episodes "
       'are counted and not trained on. Above this share the run ends. 0: the first exception ends '
@@ -270,14 +273,15 @@ class AlgorithmSettings(Section):
 class TeacherSettings(Section):
   """On-policy distillation: a teacher scores the tokens that the policy has sampled.
 
-  Its log-prob of a token less the policy's is an advantage of this token. The row 'distillation'
-  has no other advantage. The teacher needs the policy's tokenizer.
+  The advantage of a token is the teacher's log-prob minus the policy's. The row 'distillation' has
+  no other advantage. The teacher must have the policy's tokenizer.
   """
 
-  folder: str = setting('', "a Hugging Face folder; it needs the memory of its weights in "
-                        '`model.dtype`. Empty: no such teacher')
+  folder: str = setting(
+      '', 'Hugging Face folder of the teacher, whose weights are stored in `model.dtype`. Empty: '
+      'none')
   address: str = setting(
-      '', 'http://HOST/v1 of a server with vLLM\'s `prompt_logprobs`; empty: none',
+      '', "http://HOST/v1 of a server with vLLM's `prompt_logprobs`, as the teacher. Empty: none",
       resume_allowed=True, needs_trust=True)
   model: str = setting('', 'name of the model at that address', resume_allowed=True)
   coef: float = setting(1.0, "weight of the teacher's advantages", above=0)
@@ -335,7 +339,8 @@ class TrainSettings(Section):
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, resume_safe=True)
   on_nonfinite: str = setting(
-      'stop', "'rollback' restores the newest checkpoint and continues with other questions",
+      'stop', "'stop' ends the run; 'rollback' restores the newest checkpoint and continues with "
+      'other questions',
       allowed=('stop', 'rollback'), resume_safe=True)
   critic_warmup: int = setting(0, 'first updates, which train only the critic', at_least=0)
   deterministic: bool = setting(
@@ -478,11 +483,11 @@ class ServeSettings(Section):
   role: str = setting(
       '', 'role to serve if each role has its own policy; empty: the first', resume_safe=True)
   weights_folder: str = setting(
-      '', '--mode=serve: clients may pause the server and load weights from folders in this one, '
-      'for training; empty: they may not', resume_safe=True, needs_trust=True)
+      '', '--mode=serve: a trainer may pause the server and load weights from the folders in this '
+      'folder. Empty: no client may', resume_safe=True, needs_trust=True)
   logprobs_mode: str = setting(
-      'raw_logprobs', "--mode=serve: log-probs of the model ('raw_logprobs'), or of the "
-      "distribution that was drawn from ('processed_logprobs', for training)",
+      'raw_logprobs', "--mode=serve: log-probs of the model ('raw_logprobs'), or of the sampling "
+      "distribution with temperature and top_p ('processed_logprobs', for training)",
       allowed=('raw_logprobs', 'processed_logprobs'), resume_safe=True)
   max_waiting: int = setting(256, 'waiting requests; further requests get status 429', at_least=1)
   max_body_mb: int = setting(

@@ -131,7 +131,10 @@ class StoredTest(parameterized.TestCase):
 
   @parameterized.parameters(*NAMES)
   def test_states_its_time(self, name):
-    self.assertRegex(read(name).cells[0].source, r'\*\*Time:\*\* about \d+ minutes? on two CPU')
+    source = read(name).cells[0].source
+    minutes = re.search(r'\*\*Time:\*\* about (\d+) minutes? on two CPU', source)[1]
+    page = (REPO / 'docs' / 'tutorials.md').read_text(encoding='utf-8')
+    self.assertRegex(page, rf'tutorials/{name}.*\| {minutes} \|')
 
 
 if __name__ == '__main__':

@@ -71,7 +71,7 @@ class Variant:
       'surrogate', "the sum of the tokens' surrogates, or an objective that compares the rows of a "
       'step, see objectives.py', allowed=tuple(objectives.OBJECTIVES), plugin=True)
   divisor: str | Callable = setting(
-      'none', 'clipping-bias correction: what the gradient is divided by',
+      'none', 'clipping-bias correction: the divisor of the gradient',
       allowed=tuple(correction.DIVISORS), plugin=True)
   norm_of: str = setting(
       'gradient', "||C|| is the norm of the 'gradient' that clipping removed, or the size of the "
@@ -99,7 +99,7 @@ class Variant:
       0.5, "weight of the KL in 'tdpo', and of the next value in 'rover'", at_least=0)
   whiten: bool = setting(False, 'standardise advantages over the batch')
   whiten_over: str = setting(
-      'tokens', 'the unit that counts once in their mean and variance',
+      'tokens', 'the unit that counts once in the mean and variance of `whiten`',
       allowed=('tokens', 'turns'))
   gamma: float = setting(1.0, 'discount', at_least=0, at_most=1)
   lam: float = setting(1.0, 'lambda of GAE', at_least=0, at_most=1)
@@ -116,7 +116,7 @@ class Variant:
   kl_in: str = setting(
       'reward', 'where the KL penalty to the reference is added',
       allowed=('reward', 'loss', 'none'))
-  kl_estimator: str = setting('k1', 'estimator of that KL', allowed=losses.KL_ESTIMATORS)
+  kl_estimator: str = setting('k1', 'estimator of the KL penalty', allowed=losses.KL_ESTIMATORS)
   kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
   kl_target: float = setting(
       0.0, 'above 0 the weight adapts towards this KL per token, usually 0.1', at_least=0)
@@ -126,8 +126,8 @@ class Variant:
       '(see value_bins.py)', allowed=value_bins.VALUE_LOSSES)
   value_bins: int = setting(51, 'number of bins of hl_gauss', at_least=8)
   value_low: float = setting(
-      -0.5, 'lower end of the bins. The bins should exceed the returns by at least three on each '
-      'side. The defaults are for rewards from 0 to 1')
+      -0.5, 'lower end of the bins. The range should exceed the returns by at least three bins on '
+      'each side. The defaults are for rewards from 0 to 1')
   value_high: float = setting(1.5, 'upper end of the bins')
   value_clip: float = setting(0.5, 'bound of the change of a value; 0: off', at_least=0)
   value_coef: float = setting(
@@ -139,19 +139,22 @@ class Variant:
   rollout_is: str = setting(
       'none', "level of the importance weights from the sampler's log-probs to old_logp, see "
       "off_policy.py; needs old_logp='trainer'", allowed=off_policy.LEVELS)
-  rollout_is_threshold: float = setting(2.0, 'upper bound of those weights', at_least=1)
+  rollout_is_threshold: float = setting(
+      2.0, 'upper bound of the weights of rollout_is', at_least=1)
   rollout_is_low: float = setting(
       0.0, 'above 0, weights below it or above the threshold become 0', at_least=0, at_most=1)
   rollout_is_normalize: bool = setting(False, 'divide the weights by their mean over the batch')
   rollout_rs: str = setting(
-      'none', "level at which tokens are dropped from the policy's loss where the ratio from the "
-      'sampler to old_logp is out of bounds. A sequence level drops whole episodes',
+      'none', "level of the rejection: tokens are dropped from the policy's loss if their ratio "
+      'from the sampler to old_logp is out of bounds. A sequence level drops whole episodes',
       allowed=off_policy.LEVELS)
-  rollout_rs_low: float = setting(0.5, 'lower bound of that ratio', above=0, at_most=1)
-  rollout_rs_high: float = setting(2.0, 'upper bound of that ratio', at_least=1)
+  rollout_rs_low: float = setting(
+      0.5, 'lower bound of the ratio of rollout_rs', above=0, at_most=1)
+  rollout_rs_high: float = setting(2.0, 'upper bound of the ratio of rollout_rs', at_least=1)
   extrapolation: float = setting(
-      0.0, 'a: each update starts from, and samples with, the parameters p + a (p - p_before), '
-      'where p_before are those of the update before (APO, arXiv 2410.06293)', at_least=0, below=1)
+      0.0, 'a: each update samples with and starts from the parameters p + a (p - p_before), '
+      'where p_before are the parameters after the previous update (APO, arXiv 2410.06293)',
+      at_least=0, below=1)
   mask_truncated: bool = setting(
       False, "drop episodes that ended at a limit from the policy's loss")
   mask_zero_advantage: bool = setting(
