@@ -7,10 +7,10 @@ adapters/), or `module:attribute` of your own class. The methods are those of GE
     stop_strings = ('.',)
 
     def __init__(self, task, tries=3):
-      self.tries = tries
+      self.left = tries
 
     def reset(self, seed=None):
-      self.digit, self.left = str(seed % 10), self.tries
+      self.digit = str(seed % 10)
       return 'Guess my digit.', {}
 
     def step(self, action):
