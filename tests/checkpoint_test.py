@@ -145,11 +145,12 @@ class RolesTest(CheckpointCase):
     state = {'solver': {'actor': jnp.zeros(2)}, 'critic': {'actor': jnp.ones(2)}}
     with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
       saves.save_run(recovery.Progress(updates=1), state, ())
-    make = lambda name: learner_lib.Learner(*[None] * 5, jax.tree.map(jnp.zeros_like, state[name]))
-    learners = learner_lib.Learners({name: make(name) for name in state}, 0)
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    states = {name: zeros[name] for name in state}
+    learners = learner_lib.Learners(*[None] * 5, states, seed=0)
     with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
       saves.resume(learners, None, None)
-    self.assertEqual(list(learners.by_policy), ['solver', 'critic'])
+    self.assertEqual(list(learners.states), ['solver', 'critic'])
     chex.assert_trees_all_equal(learners.state, state)
 
 

@@ -322,10 +322,10 @@ class MissingTest(absltest.TestCase):
     spec = update_test.make_spec(row=ROW, critic=None)
     mesh = update_test.one_device()
     bins = packing.Bins(2, 1, 2, (8,), 0, None)
-    learner = learner_lib.Learner(
-        spec, update_test.NOTHING, mesh, functions, bins, mock.Mock(), teacher
+    states = {'asker': mock.Mock(), 'answerer': mock.Mock()}
+    learners = learner_lib.Learners(
+        spec, update_test.NOTHING, mesh, functions, bins, states, 0, teacher
     )
-    learners = learner_lib.Learners({'asker': learner, 'answerer': learner}, seed=0)
     turn = types.Turn(np.array([5, 6], np.int32), np.zeros(2, np.float32))
     prompt = np.array([3], np.int32)
     episodes = [types.Episode(types.Task('a'), i, prompt, [turn]) for i in range(4)]

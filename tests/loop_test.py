@@ -516,7 +516,7 @@ class CheckFiniteTest(absltest.TestCase):
 
   def test_error_names_what_was_not_finite(self):
     run = mock.Mock()
-    run.learners.first.spec.variant.described = lambda: {'divisor': 'mine'}
+    run.learners.spec.variant.described = lambda: {'divisor': 'mine'}
     run.config.train.max_nonfinite, run.progress.skipped_batches = 3, 0
     metrics = {'actor/skipped': 3, 'stppo/grad_norm': 0.9, 'stppo/divisor': math.nan}
     with self.assertRaisesRegex(recovery.Stuck, "^the divisor 'mine' gave no positive number"):

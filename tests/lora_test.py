@@ -399,7 +399,7 @@ class RunTest(absltest.TestCase):
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
         folder = policy_lib.export(config, self.workdir)
-      learner = run_lib.setup(config).learners.first
+      learner = run_lib.setup(config).learners
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
@@ -435,7 +435,7 @@ class RunTest(absltest.TestCase):
     self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
-    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.first.frozen
+    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
@@ -448,10 +448,10 @@ class RunTest(absltest.TestCase):
             }
         )
     ).learners
-    self.assertNotIn('lm_head', apart.first.frozen.critic)
+    self.assertNotIn('lm_head', apart.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
-    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.first.frozen
+    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

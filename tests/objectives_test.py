@@ -542,7 +542,8 @@ class LearnerTest(absltest.TestCase):
     state = state.replace(actor=self.actor, previous_actor=previous)
     bins = packing.Bins(4, 2, 2, (16,), 0, None, whole_groups=variant.compares_rows)
     mesh = update_test.one_device()
-    return learner_lib.Learner(spec, update_test.NOTHING, mesh, functions, bins, state)
+    states = {'': state}
+    return learner_lib.Learners(spec, update_test.NOTHING, mesh, functions, bins, states, seed=0)
 
   def state(self, name):
     return update_test.first_state(update_test.make_spec(name), update_test.one_device())
@@ -554,8 +555,8 @@ class LearnerTest(absltest.TestCase):
       tokens = np.full(length, 5, np.int32)
       turn = types.Turn(tokens, np.zeros(length, np.float32), reward=reward)
       rows.append(types.Episode(types.Task('t'), 0, np.array([number], np.int32), [turn]))
-    dealt = learner.deal(rows, jax.random.key(0))
-    return learner.update(dealt, timing.Timing())
+    (policy_update,) = learner.update(mock.Mock(number=1, episodes=rows), timing.Timing())
+    return learner.state, policy_update
 
   def test_the_first_sampled_one_of_equals_is_chosen_whatever_its_length(self):
     learners = [self.learner(name) for name in ('superhf', 'dpo')]
@@ -580,7 +581,7 @@ class LearnerTest(absltest.TestCase):
   def test_without_any_step_an_extrapolated_policy_stays(self):
     learner = self.learner('apo')
     for _ in range(2):
-      learner.state, _ = self.update(learner)
+      self.update(learner)
       chex.assert_trees_all_equal(learner.state.actor, self.actor)
       chex.assert_trees_all_equal(learner.state.previous_actor, self.before)
 
@@ -632,19 +633,19 @@ class RunTest(absltest.TestCase):
     self.enterContext(tiny_run.on_one_device())
     values = {'algorithm__variant': 'apo', 'rollout__group_size': 4, 'env__reward': 'format'}
     starts = []
-    update = learner_lib.Learner.update
+    update = learner_lib.Learners.update
 
     def recorded_update(own, *args):
       before = jax.device_get((own.state.actor, own.state.previous_actor))
-      start = jax.device_get(own.start_state.actor)
-      state, result = update(own, *args)
-      starts.append((*before, start, jax.device_get(state.previous_actor)))
-      return state, result
+      start = jax.device_get(own.start_actor)
+      result = update(own, *args)
+      starts.append((*before, start, jax.device_get(own.state.previous_actor)))
+      return result
 
     def train(name, updates):
       workdir = os.path.join(folder, name)
       config = tiny_run.make_config(folder, train__updates=updates, **values)
-      with mock.patch.object(learner_lib.Learner, 'update', recorded_update):
+      with mock.patch.object(learner_lib.Learners, 'update', recorded_update):
         loop.start(config, workdir)
       rows = metrics_lib.read_metrics(workdir)
       return [{k: v for k, v in row.items() if not k.startswith(('tim', 'perf'))} for row in rows]

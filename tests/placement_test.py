@@ -112,7 +112,7 @@ class RunTest(absltest.TestCase):
     learners = run_lib.setup(config).learners
     state = learners.state
     self.assertEqual(
-        kinds((state.actor_opt, state.critic_opt, state.critic, learners.first.frozen.reference)),
+        kinds((state.actor_opt, state.critic_opt, state.critic, learners.frozen.reference)),
         {sharding.HOST},
     )
     self.assertEqual(kinds(state.actor), {'device'})

@@ -239,7 +239,7 @@ class RunTest(absltest.TestCase):
     self.assertNotIn('value_head', exported)
 
     folder = os.path.join(self.folder, 'critic')
-    model = learners.first.spec.critic
+    model = learners.spec.critic
     convert.save_hf(folder, model, critic, os.path.join(self.folder, 'model'))
     labels = json.loads(pathlib.Path(folder, 'config.json').read_text())['id2label']
     self.assertLen(labels, 51)

@@ -1,8 +1,7 @@
-"""The learners of a run: each trains one policy.
+"""The learners of a run: the states of its policies, and the functions that update them.
 
-A `Learner` holds the state of its policy and the compiled functions that update it. `Learners` has
-them by name: one trains on all rows, or each trains on the rows of its role. With LoRA, actor and
-critic that start from the same folder share one base, loaded once.
+One policy is trained on all rows, or each policy is trained on the rows of its role. With LoRA,
+actor and critic that start from the same folder share one base, loaded once.
 """
 
 from collections.abc import Callable
@@ -61,25 +60,20 @@ class PolicyUpdate(typing.NamedTuple):
     return any(map(batching.trained_length, self.episodes))
 
 
-class Dealt(typing.NamedTuple):
-  """The rows of a policy on the devices, dealt out to optimizer steps."""
-
-  episodes: list[types.Episode]  # in the order of the batch's rows
-  batch: types.TurnBatch
-  steps: list[packing.Step]
-
-
 @dataclasses.dataclass
-class Learner:
-  """One policy in training.
+class Learners:
+  """The policies of a run in training, by their names (see `EnvFactory.policies`).
+
+  The policies have the same shapes. They share the compiled functions and what is frozen.
 
   Attributes:
-    spec: what is static about its update.
+    spec: what is static about an update.
     frozen: parameters that no step changes.
     mesh: the devices.
     functions: the compiled functions of an update.
     bins: how a batch is dealt out to optimizer steps.
-    state: what the update changes.
+    states: {'': the state that is trained on all rows}, or {role: the state of its rows}.
+    seed: the seed of the run.
     teacher: the server that scores the tokens; None: there is none.
   """
 
@@ -88,123 +82,55 @@ class Learner:
   mesh: jax.sharding.Mesh
   functions: update_lib.Functions
   bins: packing.Bins
-  state: TrainState
-  teacher: teacher_lib.TeacherServer | None = None
-
-  @property
-  def start_state(self) -> TrainState:
-    """The state that the next update starts from, whose policy samples its batch."""
-    return state_lib.extrapolated(self.state, self.spec.variant.extrapolation)
-
-  def deal(self, episodes: Sequence[types.Episode], key: jax.Array) -> Dealt:
-    """Moves a batch of rows to the devices, and deals them out to optimizer steps by `key`.
-
-    A teacher's server scores the tokens. RunError: it failed.
-    """
-    rows = list(episodes)
-    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
-      rows = batching.by_length(episodes)
-    batch, steps = packing.to_device(rows, self.bins, key)
-    if self.teacher is not None:
-      batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
-    return Dealt(rows, batch, steps)
-
-  def update(
-      self, dealt: Dealt, timing: timing_lib.Timing, policy: str = ''
-  ) -> tuple[TrainState, PolicyUpdate]:
-    """Trains on a batch; returns the new state and what the update measured.
-
-    The buffers of the old state are reused. If no step moves an extrapolated policy, the policy
-    returns to where it was before.
-    """
-    functions = self.functions
-    frozen = self.frozen
-    state = self.start_state
-    batch = dealt.batch
-    with timing('old_log_prob'):
-      steps_per_epoch = len(dealt.steps) // self.bins.epochs
-      first_epoch = packing.stack(dealt.steps[:steps_per_epoch])
-      batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
-      state, batch, advantage_metrics = functions.with_advantages(state, batch)
-      metrics = jax.device_get(gap_metrics | advantage_metrics)
-    measured = []
-    with timing('update_actor'):
-      for step in dealt.steps:
-        state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
-        measured.append(episodes_lib.StepMetrics(step.rows, step_metrics, tokens))
-      measured = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in measured]
-    is_moved = any(step.metrics['stppo/step_norm'] > 0 for step in measured)
-    if self.spec.variant.extrapolation and not is_moved:
-      # The policy before the extrapolation. The buffers of `self.state.actor` are reused.
-      state = dataclasses.replace(
-          state, actor=state.previous_actor, previous_actor=self.state.previous_actor
-      )
-    return state, PolicyUpdate(policy, dealt.episodes, batch, dealt.steps, metrics, measured)
-
-
-@dataclasses.dataclass
-class Learners:
-  """The learners of a run, by the names of their policies (see `EnvFactory.policies`).
-
-  The policies have the same shapes. They share the compiled functions and what is frozen.
-
-  Attributes:
-    by_policy: {'': the learner that trains on all rows}, or {role: the learner of its rows}.
-    seed: the seed of the run.
-  """
-
-  by_policy: dict[str, Learner]
+  states: dict[str, TrainState]
   seed: int
-
-  @property
-  def first(self) -> Learner:
-    """The first learner, for what all of them share."""
-    return next(iter(self.by_policy.values()))
+  teacher: teacher_lib.TeacherServer | None = None
 
   @property
   def state(self) -> Any:
     """The state as a checkpoint holds it: a TrainState, or {role: TrainState}."""
-    states = {name: learner.state for name, learner in self.by_policy.items()}
-    return states[''] if '' in states else states
+    return self.states[''] if '' in self.states else self.states
 
   @property
   def num_bytes(self) -> int:
     """The size of the state."""
-    leaves = jax.tree.leaves(self.state)
+    leaves = jax.tree.leaves(self.states)
     return sum(leaf.nbytes for leaf in leaves)
 
   @property
   def actor(self) -> Any:
     """The trained parameters of the policy. Several policies give a list, in their order."""
-    return _one_or_list([learner.state.actor for learner in self.by_policy.values()])
+    return _one_or_list([state.actor for state in self.states.values()])
 
   @property
   def start_actor(self) -> Any:
     """The parameters of `actor` as they sample, and as the next update starts from them."""
-    return _one_or_list([learner.start_state.actor for learner in self.by_policy.values()])
+    return _one_or_list([self.start_state(name).actor for name in self.states])
+
+  def start_state(self, name: str) -> TrainState:
+    """Returns the state that the next update of a policy starts from."""
+    return state_lib.extrapolated(self.states[name], self.spec.variant.extrapolation)
 
   def policy(self, actor: Any) -> Any:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
-    combine = self.first.frozen.policy
+    combine = self.frozen.policy
     if isinstance(actor, list):
       return list(map(combine, actor))
     return combine(actor)
 
   def restore(self, read: Callable[[Any], Any]) -> None:
     """Replaces the state by read(shapes with shardings). Frees the old one first, to make room."""
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
-    )
-    for learner in self.by_policy.values():
-      del learner.state
+    shapes = sharding.shapes(self.state)
+    names = list(self.states)
+    self.states.clear()
     state = read(shapes)
-    for name, learner in self.by_policy.items():
-      learner.state = state[name] if name else state
+    for name in names:
+      self.states[name] = state[name] if name else state
 
   def forget_skipped_steps(self) -> None:
     """Sets the count of skipped steps in a row to 0, as after a rollback."""
-    for learner in self.by_policy.values():
-      learner.state = dataclasses.replace(learner.state, skipped=learner.state.skipped * 0)
+    for name, state in self.states.items():
+      self.states[name] = dataclasses.replace(state, skipped=state.skipped * 0)
 
   def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> list[PolicyUpdate]:
     """Trains each policy on its rows of the batch.
@@ -214,19 +140,60 @@ class Learners:
     _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
     batches = {}
     with timing('old_log_prob'):
-      for name, learner in self.by_policy.items():
+      for name in self.states:
         rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
-        batches[name] = learner.deal(rows, key)
+        batches[name] = self._deal(rows, key)
     # All states are whole up to here: if a teacher's server fails, the run saves them.
     states = {}
     updates = []
-    for name, learner in self.by_policy.items():
-      states[name], policy_update = learner.update(batches[name], timing, name)
+    for name, batch in batches.items():
+      states[name], policy_update = self._train(name, batch, timing)
       updates.append(policy_update)
     # All at once: after an error, the run saves the state only if it belongs to one update.
-    for name, learner in self.by_policy.items():
-      learner.state = states[name]
+    self.states = states
     return updates
+
+  def _deal(self, rows, key):
+    """Moves rows to the devices, and deals them out to optimizer steps by `key`.
+
+    A teacher's server scores their tokens. RunError: it failed.
+    """
+    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
+      rows = batching.by_length(rows)
+    batch, steps = packing.to_device(rows, self.bins, key)
+    if self.teacher is not None:
+      batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
+    return rows, batch, steps
+
+  def _train(self, name, dealt, timing):
+    """Trains a policy on its batch: returns (new state, PolicyUpdate).
+
+    The buffers of the old state are reused. If no step moves an extrapolated policy, the policy
+    returns to where it was before.
+    """
+    rows, batch, steps = dealt
+    functions = self.functions
+    frozen = self.frozen
+    state = self.start_state(name)
+    with timing('old_log_prob'):
+      steps_per_epoch = len(steps) // self.bins.epochs
+      first_epoch = packing.stack(steps[:steps_per_epoch])
+      batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
+      state, batch, advantage_metrics = functions.with_advantages(state, batch)
+      metrics = jax.device_get(gap_metrics | advantage_metrics)
+    measured = []
+    with timing('update_actor'):
+      for step in steps:
+        state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
+        measured.append(episodes_lib.StepMetrics(step.rows, step_metrics, tokens))
+      measured = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in measured]
+    is_moved = any(x.metrics['stppo/step_norm'] > 0 for x in measured)
+    if self.spec.variant.extrapolation and not is_moved:
+      # The policy before the extrapolation. The buffers of its old state are reused.
+      actor = state.previous_actor
+      previous_actor = self.states[name].previous_actor
+      state = dataclasses.replace(state, actor=actor, previous_actor=previous_actor)
+    return state, PolicyUpdate(name, rows, batch, steps, metrics, measured)
 
 
 def _one_or_list(values):
@@ -285,11 +252,10 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
       whole_groups=variant.compares_rows,
       marks_demonstrations=bool(config.rollout.demonstrations),
   )
-  learners = {}
-  for name in policies:
-    own_state = jax.tree.map(jnp.copy, state) if learners else state
-    learners[name] = Learner(spec, frozen, mesh, compiled, bins, own_state, server)
-  return Learners(learners, config.seed)
+  states = {policies[0]: state}
+  for name in policies[1:]:
+    states[name] = jax.tree.map(jnp.copy, state)
+  return Learners(spec, frozen, mesh, compiled, bins, states, config.seed, server)
 
 
 def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:

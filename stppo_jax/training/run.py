@@ -132,8 +132,7 @@ def setup(config: Config) -> Parts:
     server = teacher.TeacherServer(config.teacher.address, config.teacher.model)
     hosts.by_writer(server.check_tokenizer, prepared.tokenizer)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
-  learner = learners.first
-  agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
+  agent = components.make_agent(config, learners.spec.actor, learners.mesh, prepared)
   if config.rollout.engine:
     agent = agent_lib.with_engines(agent)
   return Parts(config, agent, learners, tasks, held_out)
@@ -279,7 +278,7 @@ def opened(
 
 def _log_start(parts):
   config = parts.config
-  mesh = parts.learners.first.mesh
+  mesh = parts.learners.mesh
   logging.info(
       '%s: %s, %d x %s as %s; %d tasks to train on, %d held out',
       config.name,
@@ -300,7 +299,7 @@ def _make_pipeline(parts, batches, ahead):
         batches.sample, config.pipeline.staleness, ahead, batches.copy, batches.receive
     )
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
-  replay = _make_replay(config, parts.learners.first.spec.variant, parts.agent.env)
+  replay = _make_replay(config, parts.learners.spec.variant, parts.agent.env)
 
   def read(unused_params, number, unused_staleness):
     try:
@@ -404,12 +403,12 @@ class Run:
       metrics |= outcomes.as_metrics('outcome', counts)
       self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
     self.journal.record('train', n, self.records)
-    learner = self.learners.first
+    learners = self.learners
     steps = [step for part in policy_updates for step in part.steps]
     num_tokens = packing.num_tokens(steps) / self.config.train.epochs
     step_s = sum(self.timing.values())
     num_programs = sum(self.parts.agent.sampler.compiled_variants().values())
-    num_programs += learner.functions.num_compilations()
+    num_programs += learners.functions.num_compilations()
     metrics |= sampled.measured
     metrics |= self.timing.metrics()
     metrics |= metrics_lib.device_memory()
@@ -417,8 +416,8 @@ class Run:
     return metrics | {
         'timing_s/step': step_s,
         'pipeline/staleness': sampled.staleness,
-        'perf/throughput': num_tokens / step_s / learner.mesh.size,  # per device, as verl
-        'perf/padding': learner.bins.padding(steps),
+        'perf/throughput': num_tokens / step_s / learners.mesh.size,  # per device, as verl
+        'perf/padding': learners.bins.padding(steps),
         'perf/compilations': num_programs,
         'perf/failed_saves': self.checkpoints.num_failed,
         'perf/host_memory_gb': metrics_lib.host_memory_gb(),
@@ -430,7 +429,7 @@ class Run:
     is_wanted = log.episodes and n % log.episodes_every == 0
     if not is_wanted and skipped < self.config.train.max_nonfinite:
       return list
-    has_values = self.learners.first.spec.has_values
+    has_values = self.learners.spec.has_values
     tokenizer = self.parts.agent.tokenizer
     parts = []
     for part in policy_updates:
@@ -497,7 +496,7 @@ class Run:
     divisor = metrics.get('stppo/divisor', 1.0)
     norm = metrics.get('stppo/grad_norm', math.nan)
     if math.isfinite(norm) and not math.isfinite(divisor):
-      name = self.learners.first.spec.variant.described()['divisor']
+      name = self.learners.spec.variant.described()['divisor']
       cause = f'the divisor {name!r} gave no positive number, so nothing was applied'
     raise recovery.Stuck(
         f'{cause} in {skipped} optimizer steps in a row, up to update {n}: their episodes are in '

@@ -99,8 +99,9 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
       settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
   functions = compile_functions(optimizer)
-  learner = learner_lib.Learner(spec, train_state.Frozen(), mesh, functions, bins, state)
-  learners = learner_lib.Learners({'': learner}, config.seed)
+  learners = learner_lib.Learners(
+      spec, train_state.Frozen(), mesh, functions, bins, {'': state}, config.seed
+  )
   resolved = components.resolve(config)
   held_out = resolved.held_out_tasks()
   tasks = resolved.load_tasks(config.data.train_split)
