@@ -190,7 +190,7 @@ def _make_config(toy: ToyTask, config: schema.Config, variant: variants.Variant)
   train = config.train
   staleness = config.pipeline.staleness
   chain = task.Chain(toy.turns, toy.tokens, toy.vocabulary, toy.keys, toy.rewards)
-  if variant.value_outputs > 1:
+  if variant.value_loss != 'mse':
     raise UserError("config.algorithm.value_loss='hl_gauss': the toy task's critic has no bins")
   if not config.algorithm.norm_length:
     variant = dataclasses.replace(variant, norm_length=chain.turns * chain.places)

@@ -150,7 +150,7 @@ def _read(config, workdir):
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   variant = objective.make_variant(config)
 
-  def load_model(head, folder=None, unused_memory_kind=None):
+  def load_model(config, head, folder=None, unused_memory_kind=None):
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
       return prepare.load_policy(config, head, folder, place, variant.value_labels)
     model = prepare.load_shape(config, head, folder, variant.value_labels)

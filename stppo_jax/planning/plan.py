@@ -122,14 +122,11 @@ def make(config: Config, topology: str = '') -> Plan:
     options = dataclasses.replace(config.model, attention='plain')
     config = dataclasses.replace(config, model=options)
   variant = objective.make_variant(config)
-  reference_memory = None
-  if 'reference' in on_host:
-    reference_memory = sharding.HOST
 
   def on_mesh(shapes, memory_kind=None):
     return sharding.placed(shapes, sharding.tree_shardings(shapes, mesh, memory_kind))
 
-  def load(head, folder=None, memory_kind=None):
+  def load(config, head, folder=None, memory_kind=None):
     model = prepare.load_shape(config, head, folder, variant.value_labels)
     return model, on_mesh(decoder.shapes(model), memory_kind)
 
@@ -138,17 +135,8 @@ def make(config: Config, topology: str = '') -> Plan:
 
   models = learner_lib.load(config, variant, load, make_shapes)
   model = models.model
-  frozen = models.frozen
-  if learner_lib.needs_reference(config, variant):
-    reference = on_mesh(models.actor, reference_memory)
-    frozen = dataclasses.replace(frozen, reference=reference)
-  spec = learner_lib.make_spec(config, variant, model, models.critic_model, devices[0])
+  spec, frozen = learner_lib.complete(config, variant, models, devices[0], load, on_mesh)
   spec = dataclasses.replace(spec, lengths=config.train.length_buckets[-1:])
-  if config.teacher.folder:
-    teacher_model = prepare.load_shape(learner_lib.teacher_config(config))
-    teacher = on_mesh(decoder.shapes(teacher_model), reference_memory)
-    frozen = dataclasses.replace(frozen, teacher=teacher)
-    spec = learner_lib.with_teacher(spec, teacher_model)
   create = functools.partial(state_lib.create, spec)
   state = jax.eval_shape(create, models.actor, models.critic)
   state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))

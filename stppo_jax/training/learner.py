@@ -100,12 +100,14 @@ class Learners:
   @property
   def actor(self) -> Any:
     """The trained parameters of the policy. Several policies give a list, in their order."""
-    return _one_or_list([state.actor for state in self.states.values()])
+    actors = [state.actor for state in self.states.values()]
+    return _one_or_list(actors)
 
   @property
   def start_actor(self) -> Any:
     """The parameters of `actor` as they sample, and as the next update starts from them."""
-    return _one_or_list([self.start_state(name).actor for name in self.states])
+    actors = [self.start_state(name).actor for name in self.states]
+    return _one_or_list(actors)
 
   def start_state(self, name: str) -> TrainState:
     """Returns the state that the next update of a policy starts from."""
@@ -130,7 +132,8 @@ class Learners:
   def forget_skipped_steps(self) -> None:
     """Sets the count of skipped steps in a row to 0, as after a rollback."""
     for name, state in self.states.items():
-      self.states[name] = dataclasses.replace(state, skipped=state.skipped * 0)
+      skipped = jnp.zeros_like(state.skipped)
+      self.states[name] = dataclasses.replace(state, skipped=skipped)
 
   def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> list[PolicyUpdate]:
     """Trains each policy on its rows of the batch.
@@ -186,8 +189,10 @@ class Learners:
       for step in steps:
         state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
         measured.append(episodes_lib.StepMetrics(step.rows, step_metrics, tokens))
-      measured = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in measured]
-    is_moved = any(x.metrics['stppo/step_norm'] > 0 for x in measured)
+      for i, one_step in enumerate(measured):
+        host_metrics = jax.device_get(one_step.metrics)
+        measured[i] = dataclasses.replace(one_step, metrics=host_metrics)
+    is_moved = any(one_step.metrics['stppo/step_norm'] > 0 for one_step in measured)
     if self.spec.variant.extrapolation and not is_moved:
       # The policy before the extrapolation. The buffers of its old state are reused.
       actor = state.previous_actor
@@ -209,37 +214,32 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
   mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   offloaded = on_host(config, mesh)
-  frozen_memory = sharding.HOST if 'reference' in offloaded else None
 
   def place(memory_kind=None):
     # Straight into their shards: no host ever holds a whole model.
     return functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
 
-  def load_model(head, folder=None, memory_kind=None):
+  def load_model(config, head, folder=None, memory_kind=None):
     shardings = place(memory_kind)
     return prepare.load_policy(config, head, folder, shardings, variant.value_labels)
 
   def make(function):
     shapes = jax.eval_shape(function)
-    make_sharded = jax.jit(function, out_shardings=place()(shapes))
+    shardings = place()
+    make_sharded = jax.jit(function, out_shardings=shardings(shapes))
     return make_sharded()
 
-  model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
-  if needs_reference(config, variant):
-    # A copy: the state takes the actor's own buffers.
-    shardings = place(frozen_memory)(actor)
-    reference = jax.device_put(actor, shardings, may_alias=False)
-    frozen = dataclasses.replace(frozen, reference=reference)
-  spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
-  if config.teacher.folder:
-    shardings = place(frozen_memory)
-    teacher_model, teacher = prepare.load_policy(teacher_config(config), shardings=shardings)
-    frozen = dataclasses.replace(frozen, teacher=teacher)
-    spec = with_teacher(spec, teacher_model)
+  def copy(params, memory_kind):  # the state takes the buffers of `params`
+    shardings = place(memory_kind)
+    return jax.device_put(params, shardings(params), may_alias=False)
+
+  models = load(config, variant, load_model, make)
+  device = mesh.devices.flat[0]
+  spec, frozen = complete(config, variant, models, device, load_model, copy)
   server = None
   if config.teacher.address:
     server = teacher_lib.TeacherServer(config.teacher.address, config.teacher.model)
-  state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
+  state = state_lib.create_sharded(spec, models.actor, models.critic, mesh, offloaded)
   compiled = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = packing.Bins(
       mini_batch=config.train.mini_batch,
@@ -259,10 +259,10 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
 
 
 def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:
-  """Loads the models of a run. `needs_reference` says whether one of them is a separate reference.
+  """Loads the models that a run trains, and the bases of adapters.
 
-  `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the
-  tree that a function makes; both return shapes where a run is only planned.
+  `load_model(config, head, folder, memory_kind)` returns a ModelConfig and parameters,
+  `make(function)` the tree that a function makes; both return shapes where a run is only planned.
   """
   options = config.model
   head, critic_head = model_heads(config, variant)
@@ -273,17 +273,18 @@ def load(config: Config, variant: Variant, load_model: Callable, make: Callable)
   critic_model = None
   critic = None
   if not options.lora_rank:
-    model, actor = load_model(head)
+    model, actor = load_model(config, head)
     if critic_head:
-      critic_model, critic = load_model(critic_head, folder, memory_kind)
+      critic_model, critic = load_model(config, critic_head, folder, memory_kind)
     return Models(model, critic_model, actor, critic, state_lib.Frozen())
 
   one_base = critic_head and not folder
   first_head = 'both' if one_base else head
-  model, params = load_model(first_head)
+  model, params = load_model(config, first_head)
   base, value_head = lora.split(params)
   frozen = state_lib.Frozen(actor=base)
-  key = jax.random.fold_in(jax.random.key(config.seed), 0)
+  key = jax.random.key(config.seed)
+  key = jax.random.fold_in(key, 0)
   actor_key, critic_key = jax.random.split(key)
 
   def adapters(key, base):
@@ -296,7 +297,7 @@ def load(config: Config, variant: Variant, load_model: Callable, make: Callable)
     model = dataclasses.replace(model, head=head)
     critic = adapters(critic_key, base) | value_head
   elif critic_head:
-    critic_model, params = load_model(critic_head, folder, memory_kind)
+    critic_model, params = load_model(config, critic_head, folder, memory_kind)
     base, value_head = lora.split(params)
     frozen = dataclasses.replace(frozen, critic=base)
     critic = adapters(critic_key, base) | value_head
@@ -305,26 +306,35 @@ def load(config: Config, variant: Variant, load_model: Callable, make: Callable)
   return Models(model, critic_model, actor, critic, frozen)
 
 
-def needs_reference(config: Config, variant: Variant) -> bool:
-  """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
-  return variant.needs_reference and not config.model.lora_rank
+def complete(
+    config: Config,
+    variant: Variant,
+    models: Models,
+    device: jax.Device,
+    load_model: Callable,
+    copy: Callable,
+) -> tuple[state_lib.Spec, state_lib.Frozen]:
+  """Adds the reference and the teacher to the frozen parameters; returns the Spec of all models.
 
-
-def teacher_config(config: Config) -> Config:
-  """Returns a config whose model is the teacher's.
-
-  A frozen model loses nothing if it is stored in the dtype of the computation.
+  `load_model` is as in `load`, and `copy(params, memory_kind)` returns parameters in other buffers.
   """
-  model = dataclasses.replace(
-      config.model, folder=config.teacher.folder, param_dtype=config.model.dtype
-  )
-  return dataclasses.replace(config, model=model)
-
-
-def with_teacher(spec: state_lib.Spec, model: decoder.ModelConfig) -> state_lib.Spec:
-  """Returns the spec with the teacher's shape. It uses the actor's bins, and so its attention."""
-  teacher = dataclasses.replace(model, attention=spec.actor.attention)
-  return dataclasses.replace(spec, teacher=teacher)
+  frozen = models.frozen
+  memory_kind = sharding.HOST if config.placement.reference == 'host' else None
+  if variant.needs_reference and not config.model.lora_rank:  # adapters leave their base unchanged
+    reference = copy(models.actor, memory_kind)
+    frozen = dataclasses.replace(frozen, reference=reference)
+  spec = make_spec(config, variant, models.model, models.critic_model, device)
+  folder = config.teacher.folder
+  if folder:
+    # A frozen model loses nothing if it is stored in the dtype of the computation.
+    options = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    config = dataclasses.replace(config, model=options)
+    model, teacher = load_model(config, 'tokens', folder, memory_kind)
+    frozen = dataclasses.replace(frozen, teacher=teacher)
+    # It uses the actor's bins, and so its attention.
+    model = dataclasses.replace(model, attention=spec.actor.attention)
+    spec = dataclasses.replace(spec, teacher=model)
+  return spec, frozen
 
 
 def on_host(config: Config, mesh: jax.sharding.Mesh) -> list[str]:

@@ -97,7 +97,9 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   whole = sharding.replicated(mesh)
 
   def over_rows(model):
-    return None if model is None else dataclasses.replace(model, row_sharding=rows)
+    if model is None:
+      return None
+    return dataclasses.replace(model, row_sharding=rows)
 
   spec = dataclasses.replace(
       spec,
@@ -106,18 +108,19 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
       teacher=over_rows(spec.teacher),
   )
   ins = (state_sharding, frozen_sharding, rows, whole)
+  annotate_batch = functools.partial(annotate, spec)
+  add_advantages = functools.partial(with_advantages, spec)
+  take_one_step = functools.partial(update_step, spec, mesh)
   return Functions(
-      annotate=jax.jit(
-          functools.partial(annotate, spec), in_shardings=ins, out_shardings=(rows, whole)
-      ),
+      annotate=jax.jit(annotate_batch, in_shardings=ins, out_shardings=(rows, whole)),
       with_advantages=jax.jit(
-          functools.partial(with_advantages, spec),
+          add_advantages,
           in_shardings=(state_sharding, rows),
           out_shardings=(state_sharding, rows, whole),
           donate_argnums=0,
       ),
       update_step=jax.jit(
-          functools.partial(update_step, spec, mesh),
+          take_one_step,
           in_shardings=ins,
           out_shardings=(state_sharding, whole, whole),
           donate_argnums=0,
@@ -156,15 +159,22 @@ def annotate(
     def take_rows(x):
       return x[step.rows]
 
-    tokens, routes = jax.tree.map(take_rows, (batch.tokens, sampled_routes))
+    tokens = take_rows(batch.tokens)
+    num_tokens = tokens.shape[1]
+    routes = jax.tree.map(take_rows, sampled_routes)
 
     def one_micro_batch(layout):
       outputs, routing = _policy(spec, actor, tokens, layout, routes)
-      bins = {'old_logp': outputs.logp, 'ref_logp': outputs.logp, 'old_uniform': outputs.uniform}
+      bins = {}
+      bins['old_logp'] = outputs.logp
+      bins['ref_logp'] = outputs.logp
+      bins['old_uniform'] = outputs.uniform
       if variant.needs_reference:
-        bins['ref_logp'] = _logp(spec, spec.actor, reference, tokens, layout)
+        ref_logp = _logp(spec, spec.actor, reference, tokens, layout)
+        bins['ref_logp'] = ref_logp
       if spec.teacher is not None:
-        bins['teacher_logp'] = _logp(spec, spec.teacher, frozen.teacher, tokens, layout)
+        teacher_logp = _logp(spec, spec.teacher, frozen.teacher, tokens, layout)
+        bins['teacher_logp'] = teacher_logp
       if spec.has_values:
         value_outputs = outputs.value_outputs
         if critic is not None:
@@ -182,13 +192,15 @@ def annotate(
       return columns, own_routes, load
 
     return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
+        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, num_tokens
     )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..]
     rows = steps.rows.reshape(-1)
-    values = x.reshape(-1, *x.shape[2:])
-    ordered = jnp.zeros((len(batch.tokens), *x.shape[2:]), x.dtype)
+    row_shape = x.shape[2:]
+    values = x.reshape(-1, *row_shape)
+    num_rows = len(batch.tokens)
+    ordered = jnp.zeros((num_rows, *row_shape), x.dtype)
     return ordered.at[rows].set(values)
 
   def sum_of_steps(x):  # [steps,..] -> [..]
@@ -238,15 +250,16 @@ def with_advantages(
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
     kl *= mask
+    episode_ids = batch.episode_ids
     # Over sequences, as in verl.
-    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
+    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=episode_ids)
     if variant.kl_in == 'reward':
       metrics['actor/reward_kl_penalty'] = mean_kl
       metrics['actor/reward_kl_penalty_coeff'] = state.kl_coef
       rewards = batch.rewards - state.kl_coef * kl
       batch = dataclasses.replace(batch, rewards=rewards)
     if variant.kl_target:
-      num_episodes = losses.first_rows(mask, batch.episode_ids).sum()
+      num_episodes = losses.first_rows(mask, episode_ids).sum()
       kl_coef = losses.adaptive_kl(
           state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, num_episodes
       )
@@ -261,12 +274,15 @@ def with_advantages(
     sampled_mask = demonstrations.sampled_mask(batch)
     gap = distillation.token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
     metrics['actor/teacher_kl'] = -losses.aggregate(gap, sampled_mask, 'token-mean')
-    batch = dataclasses.replace(batch, advantages=batch.advantages + spec.teacher_coef * gap)
+    with_teacher = batch.advantages + spec.teacher_coef * gap
+    batch = dataclasses.replace(batch, advantages=with_teacher)
   batch = filters.apply(batch, variant)
   if spec.has_values and variant.value_loss == 'hl_gauss':
-    metrics['critic/outside_bins'] = value_bins.outside_share(batch.returns, mask, variant)
+    outside = value_bins.outside_share(batch.returns, mask, variant)
+    metrics['critic/outside_bins'] = outside
   if batch.loss_mask is not None:
-    counted = batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
+    num_tokens = jnp.maximum(mask.sum(), 1)
+    counted = batch.loss_mask.sum() / num_tokens
     metrics['stppo/dropped_tokens'] = 1 - counted
   metrics |= diagnostics.batch_summary(batch, spec.has_values)
   return state, batch, metrics
@@ -291,6 +307,7 @@ def update_step(
   """
   critic = sharding.to_device(state.critic)
   state = dataclasses.replace(state, critic=critic)
+  frozen = sharding.to_device(frozen)
 
   def take_rows(x):
     return x[step.rows]
@@ -302,7 +319,7 @@ def update_step(
       batch=batch,
       weights=filters.weights(batch, spec.variant),
       mesh=mesh,
-      frozen=sharding.to_device(frozen),
+      frozen=frozen,
       packing=step.packing,
   )
   return take_step(inputs)
@@ -332,7 +349,9 @@ class StepInputs:
 
     def outputs(actor):
       params = self.frozen.policy(actor)
-      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes, reference)
+      tokens = batch.tokens
+      routes = batch.routes
+      per_token, _ = _policy(self.spec, params, tokens, layout, routes, reference)
       return per_token
 
     return jax.vjp(outputs, self.state.actor)
@@ -354,8 +373,9 @@ class StepInputs:
   def sum(self, function: Callable, packing: packing_lib.Packing) -> Any:
     """Returns the sum of function(layout) over all micro-batches."""
     spec = self.spec
+    num_bins = spec.micro_batch
     num_tokens = self.batch.tokens.shape[1]
-    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths, num_tokens)
+    return packing_lib.sum_over(function, packing, num_bins, spec.lengths, num_tokens)
 
 
 def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
@@ -384,7 +404,8 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   bias = None  # C, a tree with the shapes of the actor; tokens['bias'] is its cotangent [b,T]
   if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
-  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
+  batch = inputs.batch
+  metrics = diagnostics.step_summary(spec, batch, inputs.weights, tokens)
   ess_share = metrics['stppo/ess_share']
   divided, division_metrics = _divide(inputs, grads, bias, tokens, ess_share)
   metrics |= division_metrics
@@ -393,7 +414,9 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   is_finite = diagnostics.is_finite(metrics)
   state, applied_metrics = _apply(inputs, divided, grads, is_finite)
   metrics |= applied_metrics
-  logged_tokens = {name: tokens[name] for name in ('ratio', 'clipped')}
+  logged_tokens = {}
+  logged_tokens['ratio'] = tokens['ratio']
+  logged_tokens['clipped'] = tokens['clipped']
   return state, metrics, logged_tokens
 
 
@@ -402,8 +425,8 @@ def _compare_rows(inputs):
 
   def one_micro_batch(layout):
     outputs, _ = inputs.policy(layout)
-    outputs = outputs._replace(entropy=None, value_outputs=None)
-    return jax.tree.map(layout.unpack, outputs)
+    read = outputs._replace(entropy=None, value_outputs=None)
+    return jax.tree.map(layout.unpack, read)
 
   outputs = inputs.sum(one_micro_batch, inputs.packing)
   return objectives.cotangents(outputs, inputs.batch, inputs.spec.variant)
@@ -426,7 +449,8 @@ def _sum_gradients(inputs, compared=None):
     d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
     d_outputs = jax.tree.map(layout.pack, d_tokens)
     grads = {}
-    (grads['actor'],) = pull(zeros._replace(**d_outputs))
+    d_outputs = zeros._replace(**d_outputs)
+    (grads['actor'],) = pull(d_outputs)
     if spec.has_values:
       value_outputs = outputs.value_outputs
       if spec.critic is not None:
@@ -438,14 +462,16 @@ def _sum_gradients(inputs, compared=None):
         (grads['value'],) = pull_values(d_values)
       else:
         d_values = spec.variant.value_coef * d_values
-        (grads['value'],) = pull(zeros._replace(value_outputs=d_values))
+        d_outputs = zeros._replace(value_outputs=d_values)
+        (grads['value'],) = pull(d_outputs)
     return inputs.placed(grads), tokens, sums
 
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing)
   if compared is not None:
     return grads, tokens | sums | compared.numbers
   is_counted = inputs.weights.mask > 0
-  tokens['ratio'] = jnp.where(is_counted, tokens['ratio'], 1)
+  ratio = tokens['ratio']
+  tokens['ratio'] = jnp.where(is_counted, ratio, 1)
   tokens['clipped'] = tokens['clipped'] > 0
   return grads, tokens | sums
 
@@ -524,7 +550,8 @@ def _sum_bias(inputs, cotangent):
     return inputs.placed(bias)
 
   is_clipped = (cotangent != 0).any(axis=1)
-  packing = packing_lib.only(inputs.packing, is_clipped, inputs.spec.micro_batch)
+  num_bins = inputs.spec.micro_batch
+  packing = packing_lib.only(inputs.packing, is_clipped, num_bins)
   return inputs.sum(one_micro_batch, packing)
 
 
@@ -550,7 +577,8 @@ def _divide(inputs, grads, bias, tokens, ess_share):
   any_clipped = (tokens['clipped'] & is_counted).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
   value_gradient = grads['value'] if spec.shared_trunk else None
-  divided = correction.divide(variant.divide, g, value_gradient, divisor, spec.actor_clip)
+  order = variant.divide
+  divided = correction.divide(order, g, value_gradient, divisor, spec.actor_clip)
   metrics['stppo/divisor'] = divisor
   metrics['actor/grad_norm'] = divided.norms['clip']
   metrics['stppo/entering_norm'] = divided.norms['entering']
@@ -585,9 +613,8 @@ def _apply(inputs, divided, grads, is_finite):
       divided.undivided,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
-  after = dataclasses.replace(
-      state, step=state.step + 1, skipped=skipped, actor=actor.params, actor_opt=actor.opt_state
-  )
+  after = dataclasses.replace(state, step=state.step + 1, skipped=skipped)
+  after = dataclasses.replace(after, actor=actor.params, actor_opt=actor.opt_state)
   num_steps = _steps_taken(state.actor_opt, state.step)
   metrics = {
       'actor/lr': spec.actor_lr(num_steps),
@@ -597,7 +624,8 @@ def _apply(inputs, divided, grads, is_finite):
   }
   if spec.critic is not None:
     gradient = correction.clip(grads['value'], spec.critic_clip)
-    critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
+    optimizer = spec.critic_optimizer
+    critic = optimize(optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
     num_steps = _steps_taken(state.critic_opt, state.step)
     metrics['critic/lr'] = spec.critic_lr(num_steps)
@@ -634,7 +662,8 @@ def optimize(
   without = step
   if undivided is not None:
     without, _ = optimizer.update(undivided, opt_state, params)
-  step = jax.tree.map(lambda x: x / step_divisor, step)
+  divide = lambda x: x / step_divisor
+  step = jax.tree.map(divide, step)
   norm = optax.tree.norm(step)
   norm_without = optax.tree.norm(without)
   is_positive = norm_without > 0
@@ -645,7 +674,8 @@ def optimize(
   new_opt_state = optax.tree.where(take, new_opt_state, opt_state)
   before = optax.tree.cast(params, jnp.float32)
   after = optax.tree.cast(new_params, jnp.float32)
-  step_norm = optax.tree.norm(optax.tree.sub(after, before))
+  change = optax.tree.sub(after, before)
+  step_norm = optax.tree.norm(change)
   return Applied(new_params, new_opt_state, step_norm, factor)
 
 
@@ -690,7 +720,8 @@ def _policy(spec, params, tokens, layout, routes=None, reference=None):
 def _logp(spec, model, params, tokens, layout):
   """Runs another model than the policy on tokens [b,T] in their bins: log-probs [R,P]."""
   binned, x, _ = _trunk(spec, model, params, tokens, layout)
-  logp, _ = decoder.token_logp(params, model, x, binned, spec.temperature, spec.logp_chunk)
+  temperature = spec.temperature
+  logp, _ = decoder.token_logp(params, model, x, binned, temperature, spec.logp_chunk)
   return logp
 
 
