@@ -611,7 +611,7 @@ class DivideTest(parameterized.TestCase):
     np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
     np.testing.assert_allclose(norms['entering'], np.hypot(*entering), rtol=1e-6)
     np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
-    self.assertEqual(by_step, divisor if order == 'step' else None)
+    self.assertEqual(by_step, divisor if order == 'step' else 1)
 
   @parameterized.parameters(
       # Of policy (3, 0) and value gradient (0, 4), D = 3 divides the first: (1, 4), norm sqrt(17).

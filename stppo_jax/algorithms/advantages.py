@@ -59,8 +59,8 @@ def bad_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
   mask = action_mask.astype(values.dtype)
-  steps = jnp.diff(turn_ids, axis=1, append=-1)
-  is_end = steps != 0
+  changes = jnp.diff(turn_ids, axis=1, append=-1)
+  is_end = changes != 0
   gammas = jnp.where(is_end, gamma, 1.0)
   lams = jnp.where(is_end, lam, 1.0)
   return _gae(rewards, values, mask, gammas, lams)
@@ -80,10 +80,13 @@ def turn_gae(
   delta_k = R_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lam A_{k+1};   returns A_k + V_k.
   """
   chex.assert_equal_shape([rewards, values, turn_ids])
-  mask = (turn_ids > 0).astype(values.dtype)
-  is_new = jnp.diff(turn_ids, axis=1, prepend=0) != 0
+  is_agent = turn_ids > 0
+  mask = is_agent.astype(values.dtype)
+  changes = jnp.diff(turn_ids, axis=1, prepend=0)
+  is_new = changes != 0
   num_tokens = _sum_turns(mask, turn_ids, num_turns)
-  turn_mask = (num_tokens > 0).astype(values.dtype)
+  is_turn = num_tokens > 0
+  turn_mask = is_turn.astype(values.dtype)
   rewards *= mask
   turn_rewards = _sum_turns(rewards, turn_ids, num_turns)
   first_values = values * mask * is_new
@@ -113,9 +116,10 @@ def _gae(rewards, values, mask, gammas, lams):
   columns = [x.T for x in (rewards, values, mask, gammas, lams)]
   zeros = jnp.zeros_like(values[:, 0])
   nothing = (zeros, zeros)
-  _, advantages = jax.lax.scan(step, nothing, columns, reverse=True)
-  advantages = advantages.T
-  returns = jnp.where(mask > 0, advantages + values, 0)
+  _, by_column = jax.lax.scan(step, nothing, columns, reverse=True)
+  advantages = by_column.T
+  returns = advantages + values
+  returns = jnp.where(mask > 0, returns, 0)
   return advantages, returns
 
 
@@ -128,7 +132,8 @@ def _sum_turns(x, turn_ids, num_turns):
 def _to_tokens(x, turn_ids):
   """Returns x [B,K] of turns 1..K on their tokens [B,T]; 0 outside turns."""
   no_turn = jnp.zeros_like(x[:, :1])
-  padded = jnp.concatenate([no_turn, x], axis=1)
+  parts = [no_turn, x]
+  padded = jnp.concatenate(parts, axis=1)
   return jnp.take_along_axis(padded, turn_ids, axis=1)
 
 
@@ -143,7 +148,8 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """
   group = _ScoreGroups(scores, group_ids)
   squares = jnp.square(group.centred)
-  variance = _over(jnp.sum, squares, group.same) / group.size_of_others
+  total = _over(jnp.sum, squares, group.same)
+  variance = total / group.size_of_others
   std = jnp.sqrt(variance)
   return group.centred / (std + 1e-6)
 
@@ -173,7 +179,8 @@ def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   takes all samples, as here.
   """
   same = losses.is_same(group_ids)
-  gaps = scores[:, None] - scores[None, :]
+  own = scores[:, None]
+  gaps = own - scores[None, :]
   beats = jnp.sign(gaps) / 2
   sizes = same.sum(axis=1)
   return _over(jnp.sum, beats, same) / sizes
@@ -188,7 +195,8 @@ def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   same = losses.is_same(group_ids)
   best = _over(jnp.argmax, scores, same, -jnp.inf)
   rows = jnp.arange(len(scores))
-  return (best == rows).astype(scores.dtype)
+  is_best = best == rows
+  return is_best.astype(scores.dtype)
 
 
 group_best.__dict__['breaks_ties'] = True
@@ -201,14 +209,17 @@ class _ScoreGroups:
     chex.assert_rank([scores, group_ids], 1)
     self.same = losses.is_same(group_ids)  # [B,B]
     self.size = self.same.sum(axis=1)  # [B], as the rest
-    self.size_of_others = jnp.maximum(self.size - 1, 1)
+    num_others = self.size - 1
+    self.size_of_others = jnp.maximum(num_others, 1)
     self.highest = _over(jnp.max, scores, self.same, -jnp.inf)
     lowest = _over(jnp.min, scores, self.same, jnp.inf)
     self.spread = self.highest - lowest
     # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
-    mean = _over(jnp.sum, scores, self.same) / self.size
-    # The mean of equal scores is off by rounding.
-    self.centred = jnp.where(self.spread > 0, scores - mean, 0)
+    total = _over(jnp.sum, scores, self.same)
+    mean = total / self.size
+    centred = scores - mean
+    has_spread = self.spread > 0  # the mean of equal scores is off by rounding
+    self.centred = jnp.where(has_spread, centred, 0)
 
 
 def _over(reduce, x, same, outside=0.0):
@@ -224,8 +235,10 @@ def _without_rounding(scores, sizes, group_ids):
   otherwise divide them, and give strong advantages to episodes that did equally well.
   """
   group = _ScoreGroups(scores, group_ids)
-  rounding = types.ROUNDING * _over(jnp.max, sizes, group.same)
-  return jnp.where(group.spread <= rounding, group.highest, scores)
+  largest = _over(jnp.max, sizes, group.same)
+  rounding = types.ROUNDING * largest
+  is_equal = group.spread <= rounding
+  return jnp.where(is_equal, group.highest, scores)
 
 
 # --- Whitening ------------------------------------------------------------------------------------
@@ -239,11 +252,14 @@ def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
   """
   weights = weights.astype(advantages.dtype)
   total = jnp.maximum(weights.sum(), 1)
-  mean = jnp.sum(advantages * weights) / total
+  weighted = advantages * weights
+  mean = weighted.sum() / total
   centred = advantages - mean
   squares = jnp.square(centred) * weights
-  variance = squares.sum() / jnp.maximum(total - 1, 1)
-  scaled = centred * jax.lax.rsqrt(variance + 1e-8)
+  unbiased = jnp.maximum(total - 1, 1)
+  variance = squares.sum() / unbiased
+  inverse_std = jax.lax.rsqrt(variance + 1e-8)
+  scaled = centred * inverse_std
   return jnp.where(weights > 0, scaled, 0)
 
 
@@ -265,7 +281,8 @@ def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
     return whiten_tokens(advantages, weights)
   total = jnp.zeros_like(advantages)
   for rows in batch.roles.values():
-    of_role = weights * rows[:, None]
+    is_role = rows[:, None]
+    of_role = weights * is_role
     total += whiten_tokens(advantages, of_role)
   return total
 
@@ -304,9 +321,11 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
     del variant
     scores, group_ids, is_first = _scores(batch)
     of_episodes = function(scores, group_ids)
-    of_firsts = jnp.where(is_first, of_episodes, 0)[:, None]
+    of_firsts = jnp.where(is_first, of_episodes, 0)
+    of_firsts = of_firsts[:, None]
     of_rows = losses.episode_sums(of_firsts, batch.episode_ids)
-    advantages = of_rows[:, None] * batch.action_mask
+    of_rows = of_rows[:, None]
+    advantages = of_rows * batch.action_mask
     return advantages, advantages
 
   estimate_from_groups.__dict__['needs_groups'] = True
@@ -322,7 +341,8 @@ def _scores(batch):
   if batch.score_offsets is not None:
     scores += batch.score_offsets
   is_first = losses.first_rows(batch.action_mask, batch.episode_ids)
-  own_group = -1 - jnp.arange(len(scores))
+  rows = jnp.arange(len(scores))
+  own_group = -1 - rows
   group_ids = jnp.where(is_first, batch.group_ids, own_group)
   scores = _without_rounding(scores, sizes, group_ids)
   return scores, group_ids, is_first
@@ -356,12 +376,16 @@ def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
   num_samples = is_sample.sum(axis=1)
   num_references = num_rows - num_samples
   num_samples = jnp.maximum(num_samples, 1)
-  mean = _over(jnp.sum, z_scores, is_sample) / num_samples
-  of_sample = (1 + variant.grao_lambda) * z_scores / num_samples
+  total = _over(jnp.sum, z_scores, is_sample)
+  mean = total / num_samples
+  of_sample = (1 + variant.grao_lambda) * z_scores
+  of_sample /= num_samples
   of_reference = variant.grao_beta * z_scores - variant.grao_lambda * mean
   of_reference /= jnp.maximum(num_references, 1)
-  weights = jnp.where(is_reference, of_reference, of_sample) * num_rows
-  weights = weights[:, None] * batch.action_mask
+  weights = jnp.where(is_reference, of_reference, of_sample)
+  weights *= num_rows
+  weights = weights[:, None]
+  weights = weights * batch.action_mask
   return weights, weights
 
 
@@ -391,9 +415,10 @@ def _from_gae(gae: Callable) -> Estimator:
 
   @from_values
   def estimate_from_gae(batch, variant):
-    advantages, returns = gae(batch, variant.gamma, variant.lam)
+    gamma = variant.gamma
+    advantages, returns = gae(batch, gamma, variant.lam)
     if variant.lam_critic is not None:
-      _, returns = gae(batch, variant.gamma, variant.lam_critic)
+      _, returns = gae(batch, gamma, variant.lam_critic)
     return advantages, returns
 
   return estimate_from_gae
@@ -401,20 +426,25 @@ def _from_gae(gae: Callable) -> Estimator:
 
 @_from_gae
 def _token_gae(batch, gamma, lam):
-  return token_gae(batch.rewards, batch.old_values, batch.action_mask, gamma, lam)
+  rewards = batch.rewards
+  mask = batch.action_mask
+  return token_gae(rewards, batch.old_values, mask, gamma, lam)
 
 
 @_from_gae
 def _turn_gae(batch, gamma, lam):
   turn_ids = batch.turn_ids
   num_turns = turn_ids.shape[1]
-  return turn_gae(batch.rewards, batch.old_values, turn_ids, num_turns, gamma, lam)
+  rewards = batch.rewards
+  return turn_gae(rewards, batch.old_values, turn_ids, num_turns, gamma, lam)
 
 
 @_from_gae
 def _bad_gae(batch, gamma, lam):
+  rewards = batch.rewards
   turn_ids = batch.turn_ids
-  return bad_gae(batch.rewards, batch.old_values, turn_ids, batch.action_mask, gamma, lam)
+  mask = batch.action_mask
+  return bad_gae(rewards, batch.old_values, turn_ids, mask, gamma, lam)
 
 
 def _token_returns(batch, variant):
@@ -426,17 +456,22 @@ def _token_returns(batch, variant):
   at each token that is not the agent's, so that a reward reaches only the tokens of its own turn.
   With one turn both are the same.
   """
-  zeros = jnp.zeros_like(batch.rewards)
-  rewards = batch.rewards * batch.action_mask
-  returns, _ = token_gae(rewards, zeros, batch.action_mask, variant.gamma, 1.0)
+  mask = batch.action_mask
+  rewards = batch.rewards * mask
+  values = jnp.zeros_like(rewards)
+  gamma = variant.gamma
+  returns, _ = token_gae(rewards, values, mask, gamma, 1.0)
   return returns, returns
 
 
 def _turn_returns(batch, variant):
   """Returns the return to go of each turn, whitened over the batch (GEM, arXiv 2510.01051)."""
-  num_turns = batch.turn_ids.shape[1]
-  values = jnp.zeros_like(batch.rewards)
-  returns, _ = turn_gae(batch.rewards, values, batch.turn_ids, num_turns, variant.gamma, 1.0)
+  rewards = batch.rewards
+  values = jnp.zeros_like(rewards)
+  turn_ids = batch.turn_ids
+  num_turns = turn_ids.shape[1]
+  gamma = variant.gamma
+  returns, _ = turn_gae(rewards, values, turn_ids, num_turns, gamma, 1.0)
   advantages = whiten(returns, batch, 'turns')
   return advantages, advantages
 
@@ -458,9 +493,11 @@ def _turn_zscore(batch, variant):
   absolute = jnp.abs(rewards)
   sizes = _sum_turns(absolute, batch.turn_ids, num_turns)
   num_tokens = _sum_turns(batch.action_mask, batch.turn_ids, num_turns)
-  own_group = -1 - jnp.arange(num_rows)[:, None]
-  group_ids = batch.group_ids[:, None] // num_roles
-  group_ids = jnp.where(num_tokens > 0, group_ids, own_group)
+  has_turn = num_tokens > 0
+  rows = jnp.arange(num_rows)
+  own_group = -1 - rows[:, None]
+  group_ids = batch.group_ids // num_roles
+  group_ids = jnp.where(has_turn, group_ids[:, None], own_group)
   by_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
   scores = by_turn(_without_rounding)(scores, sizes, group_ids)
   z_scores = by_turn(group_zscore)(scores, group_ids)

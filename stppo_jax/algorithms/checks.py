@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,11 +111,12 @@ def _example_batch(group_size):
   num_rows = _NUM_GROUPS * group_size
   turn_ids = jnp.tile(jnp.asarray([[0, 1, 2], [1, 0, 2]], jnp.int32), (group_size, 1))
   zeros = jnp.zeros((num_rows, _NUM_TOKENS))
+  empty: Any = dict.fromkeys(_COLUMNS, zeros)
   return TurnBatch(
       tokens=turn_ids,
       action_mask=(turn_ids > 0).astype(jnp.float32),
       turn_ids=turn_ids,
       group_ids=jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size),
       truncated=jnp.zeros(num_rows),
-      **dict.fromkeys(_COLUMNS, zeros),
+      **empty,
   )

@@ -80,8 +80,10 @@ def cotangents(
 
   # C is the gradient of weight (w A - s) over the clipped tokens. For 'clip' that of s is 0.
   pressure = weights * advantages  # d(weight w A)/dw
-  (ratio_cotangent,) = pull_ratio(jnp.where(clipped, pressure, 0))
-  (surrogate_cotangent,) = pull_surrogate(-jnp.where(clipped, weights, 0))
+  clipped_pressure = jnp.where(clipped, pressure, 0)
+  clipped_weights = jnp.where(clipped, weights, 0)
+  (ratio_cotangent,) = pull_ratio(clipped_pressure)
+  (surrogate_cotangent,) = pull_surrogate(-clipped_weights)
   bias_cotangent = ratio_cotangent + surrogate_cotangent
 
   aux = {
@@ -95,7 +97,8 @@ def cotangents(
 
 def advantages_in_min(batch: TurnBatch, variant: Variant) -> jax.Array:
   """Returns the advantages [B,T] that the surrogate receives; 0 outside the agent's tokens."""
-  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
+  is_agent = batch.action_mask > 0
+  advantages = jnp.where(is_agent, batch.advantages, 0)
   if variant.ratio == 'none' or variant.min_advantage != 'turn':
     return advantages
   ids, num_segments, _ = _segments(batch, variant)
@@ -164,7 +167,8 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
     entering_norm = jnp.minimum(clip_norm, max_norm)
   elif order == 'after_clip':
     clip_norm = whole_norm
-    scale = jnp.where(whole_norm > max_norm, max_norm / whole_norm, 1)
+    is_too_large = whole_norm > max_norm
+    scale = jnp.where(is_too_large, max_norm / whole_norm, 1)
     gradient = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient)
     entering_norm = norm(gradient)
   elif order == 'step':
@@ -185,19 +189,22 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
 def clip(tree: Any, max_norm: float) -> Any:
   """Returns the tree, scaled down if its global norm is above the bound."""
   transformation = optax.clip_by_global_norm(max_norm)
-  clipped, _ = transformation.update(tree, optax.EmptyState())
+  stateless = optax.EmptyState()
+  clipped, _ = transformation.update(tree, stateless)
   return clipped
 
 
 def norm(tree: Any) -> jax.Array:
   """Returns the L2 norm of all leaves together, computed in float32."""
-  return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
+  tree = optax.tree.cast(tree, jnp.float32)
+  return optax.tree.norm(tree)
 
 
 def cosine(a: Any, b: Any) -> jax.Array:
   """Returns the cosine of two trees of one shape; NaN where one of them is 0."""
   # Not vdot: it flattens, which gathers every shard.
-  dot = optax.tree.sum(optax.tree.mul(a, b))
+  products = optax.tree.mul(a, b)
+  dot = optax.tree.sum(products)
   return dot / (norm(a) * norm(b))
 
 
@@ -234,7 +241,8 @@ def _paper(g_norm, c_norm, any_clipped):
   Choice: 1 where ||C|| is exactly 0 (clipped tokens without an advantage).
   """
   del g_norm
-  return jnp.where(any_clipped & (c_norm > 0), c_norm, 1)
+  divides = any_clipped & (c_norm > 0)
+  return jnp.where(divides, c_norm, 1)
 
 
 def _floor(g_norm, c_norm, any_clipped):

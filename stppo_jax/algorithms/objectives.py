@@ -81,9 +81,11 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
   (loss, parts), d_outputs = differentiate(outputs)
   row_values, clipped = parts
   mask = batch.action_mask > 0
-  log_ratio = jnp.where(mask, outputs.logp - batch.old_logp, 0)
+  log_ratio = outputs.logp - batch.old_logp
+  log_ratio = jnp.where(mask, log_ratio, 0)
+  log_ratio = segments.bounded(log_ratio)
   numbers = {
-      'ratio': jnp.exp(segments.bounded(log_ratio)),
+      'ratio': jnp.exp(log_ratio),
       'clipped': clipped & mask,
       'row_values': row_values,
       'pg_loss': loss,
@@ -119,11 +121,13 @@ def groups(batch: TurnBatch) -> Groups:
   """Returns the groups of a step. Padding, failed and dropped episodes are in none."""
   is_counted = _counted_tokens(batch)
   is_first = losses.first_rows(is_counted, batch.episode_ids)
-  members = losses.is_same(batch.group_ids) & is_first[None, :]
+  same_group = losses.is_same(batch.group_ids)
+  members = same_group & is_first[None, :]
   # All agent tokens of an episode have the same advantage. A mean of them would round it.
   counted = jnp.where(is_counted, batch.advantages, -jnp.inf)
   has_tokens = is_counted.any(axis=1)
-  scores = jnp.where(has_tokens, counted.max(axis=1), 0)
+  scores = counted.max(axis=1)
+  scores = jnp.where(has_tokens, scores, 0)
   return Groups(is_first, members, scores)
 
 
@@ -139,8 +143,9 @@ class Pairs(NamedTuple):
 
   def terms(self, values: jax.Array) -> jax.Array:
     """Returns the terms [b] of the mean over pairs, of the values [b] of each row's pair."""
-    num_pairs = jnp.maximum(self.is_counted.sum(), 1)
-    return jnp.where(self.is_counted, values, 0) / num_pairs
+    num_pairs = self.is_counted.sum()
+    counted = jnp.where(self.is_counted, values, 0)
+    return counted / jnp.maximum(num_pairs, 1)
 
 
 def best_and_worst(batch: TurnBatch) -> Pairs:
@@ -192,7 +197,8 @@ def _dpo(h, variant):
 
 def _ipo(h, variant):
   """Returns -(h - 1 / (2 beta))^2 of the pairs' log-ratios (arXiv 2310.12036, eq. 17, P)."""
-  return -jnp.square(h - 1 / (2 * variant.beta))
+  target = 1 / (2 * variant.beta)
+  return -jnp.square(h - target)
 
 
 @needs('reference', 'reference_kl')
@@ -244,9 +250,11 @@ def _p3o(outputs, batch, variant):
   h = (own - other) / 2
   d = scores[:, None] - scores[None, :]
   free = d * h
-  bounded = d * jnp.clip(h, -variant.clip_low, variant.clip_high)
+  clipped_h = jnp.clip(h, -variant.clip_low, variant.clip_high)
+  bounded = d * clipped_h
   value = weight * jnp.minimum(free, bounded)
-  is_itself = jnp.eye(len(scores), dtype=bool)
+  num_rows = len(scores)
+  is_itself = jnp.eye(num_rows, dtype=bool)
   is_pair = members & is_first[:, None] & ~is_itself
   num_others = is_pair.sum(axis=1)
   num_others = jnp.maximum(num_others, 1)
@@ -279,10 +287,12 @@ def _rover(outputs, batch, variant):
   drift = jax.lax.stop_gradient(drift)
   next_drift = _at_next_token(drift, mask)
   target = batch.advantages + variant.alpha * variant.beta * next_drift
-  q = variant.beta * (outputs.logp - batch.old_logp)
+  log_ratio = outputs.logp - batch.old_logp
+  q = variant.beta * log_ratio
   error = jnp.where(mask, q - target, 0)
   weights = losses.variant_weights(mask, batch, variant)
-  row_values = -jnp.sum(weights * jnp.square(error), axis=1)
+  token_losses = weights * jnp.square(error)
+  row_values = -token_losses.sum(axis=1)
   return row_values, _nothing_clipped(outputs)
 
 

@@ -52,7 +52,8 @@ def log_weights(
   if level == 'none':
     return jnp.zeros_like(old_logp)
   mask = action_mask > 0
-  log_ratio = jnp.where(mask, old_logp - behaviour_logp, 0)
+  difference = old_logp - behaviour_logp
+  log_ratio = jnp.where(mask, difference, 0)
   if level == 'token':
     return log_ratio
   segment_level = level.partition('_')[0]
@@ -104,7 +105,8 @@ def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Ar
   if level.startswith('sequence'):
     unit = 'seq-mean-token-mean'
   mean = losses.aggregate(weights, action_mask, unit)
-  has_mean = (action_mask > 0) & (mean > 1e-8)
+  is_agent = action_mask > 0
+  has_mean = is_agent & (mean > 1e-8)
   quotient = weights / jnp.maximum(mean, 1e-8)
   return jnp.where(has_mean, quotient, weights)
 
@@ -123,7 +125,8 @@ def effective_share(
   chex.assert_equal_shape([logp, behaviour_logp, action_mask])
   mask = action_mask > 0
   has_tokens = mask.any(axis=1)
-  log_ratio = jnp.where(mask, logp - behaviour_logp, 0)
+  difference = logp - behaviour_logp
+  log_ratio = jnp.where(mask, difference, 0)
   log_w = log_ratio.sum(axis=1)
   log_w = jnp.where(has_tokens, log_w, -jnp.inf)
   log_w = jax.lax.stop_gradient(log_w)
@@ -135,7 +138,8 @@ def effective_share(
   w = jnp.exp(log_w)
   w = jnp.where(has_tokens, w, 0)
   squares = jnp.square(w)
-  most = squares.sum() * has_tokens.sum()
+  num_rows = has_tokens.sum()
+  most = squares.sum() * num_rows
   share = jnp.square(w.sum())
   share /= jnp.maximum(most, 1e-30)
   return jnp.where(any_tokens, share, 1)

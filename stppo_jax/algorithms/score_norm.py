@@ -56,7 +56,9 @@ class ScoreMoments(NamedTuple):
     share = k / jnp.maximum(num_scores, 1)
     gap = b - self.mean
     between = jnp.square(gap) * self.num_scores * share
-    return ScoreMoments(num_scores, self.mean + gap * share, self.squares + within + between)
+    mean = self.mean + gap * share
+    squares = self.squares + within + between
+    return ScoreMoments(num_scores, mean, squares)
 
 
 def normalise(
@@ -79,10 +81,13 @@ def normalise(
   if variant.score_norm == 'normalise':
     target -= moments.mean / moments.deviation
   if variant.score_clip:
-    target = jnp.clip(target, -variant.score_clip, variant.score_clip)
+    bound = variant.score_clip
+    target = jnp.clip(target, -bound, bound)
   columns = jnp.arange(mask.shape[1])
-  last = jnp.where(mask > 0, columns, -1).max(axis=1)
+  agent_columns = jnp.where(mask > 0, columns, -1)
+  last = agent_columns.max(axis=1)
   is_last = columns == last[:, None]
   rest = (target - scaled)[:, None]
-  rewards = rewards / moments.deviation + jnp.where(is_last, rest, 0)
+  rewards /= moments.deviation
+  rewards += jnp.where(is_last, rest, 0)
   return dataclasses.replace(batch, rewards=rewards), moments

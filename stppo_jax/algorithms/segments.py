@@ -31,11 +31,12 @@ def segment_ids(
   """
   chex.assert_equal_shape([action_mask, turn_ids])
   mask = action_mask.astype(jnp.int32)
-  num_tokens = mask.shape[1]
   if level == 'sequence':
     return mask, 2
+  num_ids = mask.shape[1] + 1
   if level == 'token':
-    ids = jnp.arange(1, num_tokens + 1)[None, :]
+    ids = jnp.arange(1, num_ids)
+    ids = ids[None, :]
   elif level == 'turn':
     ids = turn_ids
   elif level == 'chunk':
@@ -43,7 +44,7 @@ def segment_ids(
     ids = index // chunk_length + 1
   else:
     raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
-  return mask * ids, num_tokens + 1
+  return mask * ids, num_ids
 
 
 def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, int]:
@@ -55,18 +56,21 @@ def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, i
   order = jnp.argsort(labels, axis=1)
   sorted_labels = jnp.take_along_axis(labels, order, axis=1)
   before_first = sorted_labels[:, :1] - 1
-  is_new = jnp.diff(sorted_labels, axis=1, prepend=before_first) != 0
+  steps = jnp.diff(sorted_labels, axis=1, prepend=before_first)
+  is_new = steps != 0
   sorted_ranks = jnp.cumsum(is_new, axis=1)
   places = jnp.argsort(order, axis=1)
   ranks = jnp.take_along_axis(sorted_ranks, places, axis=1)
   mask = action_mask.astype(jnp.int32)
-  return ranks * mask, labels.shape[1] + 1
+  num_ids = labels.shape[1] + 1
+  return ranks * mask, num_ids
 
 
 def segment_sum(x: jax.Array, segment_ids: jax.Array, num_segments: int) -> jax.Array:
   """Returns the sum of x [B,T] over each segment of each row [B,num_segments]."""
   sum_row = functools.partial(jax.ops.segment_sum, num_segments=num_segments)
-  return jax.vmap(sum_row)(x, segment_ids)
+  sum_rows = jax.vmap(sum_row)
+  return sum_rows(x, segment_ids)
 
 
 def segment_mean(
@@ -84,7 +88,8 @@ def segment_mean(
   totals = segment_sum(masked, segment_ids, num_segments)
   counts = segment_sum(mask, segment_ids, num_segments)
   means = totals / jnp.maximum(counts, 1)
-  return jnp.take_along_axis(means, segment_ids, axis=1) * mask
+  own_means = jnp.take_along_axis(means, segment_ids, axis=1)
+  return own_means * mask
 
 
 def bounded(log_ratio: jax.Array) -> jax.Array:
@@ -110,9 +115,12 @@ def importance_ratio(
   Choice: log w is kept within +-20, as in verl. Beyond, the ratio is constant.
   """
   chex.assert_equal_shape([logp, old_logp, action_mask, segment_ids])
-  log_ratio = segment_mean(logp - old_logp, segment_ids, action_mask, num_segments)
+  difference = logp - old_logp
+  log_ratio = segment_mean(difference, segment_ids, action_mask, num_segments)
   if product:
     mask = action_mask.astype(log_ratio.dtype)
     lengths = segment_sum(mask, segment_ids, num_segments)
-    log_ratio *= jnp.take_along_axis(lengths, segment_ids, axis=1)
-  return jnp.exp(bounded(log_ratio))
+    own_lengths = jnp.take_along_axis(lengths, segment_ids, axis=1)
+    log_ratio *= own_lengths
+  log_ratio = bounded(log_ratio)
+  return jnp.exp(log_ratio)

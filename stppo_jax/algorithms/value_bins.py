@@ -34,12 +34,15 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
   """
   if variant.value_loss == 'mse':
     return outputs
+  low = variant.value_low
+  high = variant.value_high
   num_bins = outputs.shape[-1]
-  edges = _edges(variant.value_low, variant.value_high, num_bins)
+  edges = _edges(low, high, num_bins)
   width = edges[1] - edges[0]
   centres = edges[:-1] + width / 2
   probabilities = jax.nn.softmax(outputs)
-  return jnp.sum(probabilities * centres, axis=-1)
+  parts = probabilities * centres
+  return parts.sum(axis=-1)
 
 
 def loss(
@@ -51,10 +54,13 @@ def loss(
   value is the entropy of the targets, and not 0.
   """
   if variant.value_loss == 'mse':
-    return losses.value_loss(outputs, old_values, returns, variant.value_clip)
+    clip = variant.value_clip
+    return losses.value_loss(outputs, old_values, returns, clip)
   chex.assert_equal_shape_prefix([outputs, returns], 2)
+  low = variant.value_low
+  high = variant.value_high
   num_bins = outputs.shape[-1]
-  targets = gaussian_targets(returns, variant.value_low, variant.value_high, num_bins)
+  targets = gaussian_targets(returns, low, high, num_bins)
   return optax.losses.softmax_cross_entropy(outputs, targets)
 
 
@@ -70,8 +76,10 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
   """
   edges = _edges(low, high, num_bins)
-  deviation = SMOOTHING * (high - low) / num_bins
-  y = jnp.clip(returns, low, high)[..., None]
+  width = (high - low) / num_bins
+  deviation = SMOOTHING * width
+  y = jnp.clip(returns, low, high)
+  y = y[..., None]
   distance = (edges - y) / deviation
   below = jax.scipy.stats.norm.cdf(distance)
   mass = jnp.diff(below, axis=-1)
@@ -82,7 +90,9 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
 def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) -> jax.Array:
   """Returns the share of the agent's tokens whose return is within `MARGIN` bins of an end."""
   low, high = inner_support(variant)
-  is_outside = (returns < low) | (returns > high)
+  is_below = returns < low
+  is_above = returns > high
+  is_outside = is_below | is_above
   return losses.aggregate(is_outside, action_mask, 'token-mean')
 
 

@@ -66,7 +66,8 @@ def sampler_gap(
   sequence..     before truncation      of the sequences
   """
   log_ratio = (logp - behaviour_logp) * mask
-  rows = mask.any(axis=1).astype(mask.dtype)
+  sequence_log_ratio = log_ratio.sum(axis=1)
+  rows = mask.any(axis=1)
   token_mean = functools.partial(_mean, over=mask)
   row_mean = functools.partial(_mean, over=rows)
   trainer = -_mean(logp, mask, axis=1)  # log perplexity, as the next
@@ -80,7 +81,7 @@ def sampler_gap(
       'rollout_ppl': row_mean(jnp.exp(sampler)),
       'ppl_ratio': row_mean(jnp.exp(trainer - sampler)),
       'chi2_token': token_mean(_squared_ratio(log_ratio)) - 1,
-      'chi2_seq': row_mean(_squared_ratio(log_ratio.sum(axis=1))) - 1,
+      'chi2_seq': row_mean(_squared_ratio(sequence_log_ratio)) - 1,
   }
   level = variant.rollout_is
   threshold = variant.rollout_is_threshold
@@ -94,19 +95,23 @@ def sampler_gap(
   extremes = used
   over = mask
   if level.startswith('sequence'):
-    extremes = jnp.exp(jnp.minimum(log_w, segments.MAX_LOG_RATIO))
+    log_w_below = jnp.minimum(log_w, segments.MAX_LOG_RATIO)
+    extremes = jnp.exp(log_w_below)
     lengths = mask.sum(axis=1, keepdims=True)
     over = mask / jnp.maximum(lengths, 1)  # each sequence counts once
+  is_agent = mask > 0
+  too_high = log_w > jnp.log(threshold)
+  too_low = log_w < jnp.log(low or 1 / threshold)
   used_mean = token_mean(used)
   used_square = token_mean(jnp.square(used))
   metrics |= {
       'rollout_is_mean': used_mean,
       'rollout_is_std': jnp.sqrt(_variance(used, mask)),
       'rollout_is_eff_sample_size': jnp.square(used_mean) / jnp.maximum(used_square, 1e-30),
-      'rollout_is_max': jnp.where(mask > 0, extremes, -jnp.inf).max(),
-      'rollout_is_min': jnp.where(mask > 0, extremes, jnp.inf).min(),
-      'rollout_is_ratio_fraction_high': _mean(log_w > jnp.log(threshold), over),
-      'rollout_is_ratio_fraction_low': _mean(log_w < jnp.log(low or 1 / threshold), over),
+      'rollout_is_max': jnp.where(is_agent, extremes, -jnp.inf).max(),
+      'rollout_is_min': jnp.where(is_agent, extremes, jnp.inf).min(),
+      'rollout_is_ratio_fraction_high': _mean(too_high, over),
+      'rollout_is_ratio_fraction_low': _mean(too_low, over),
   }
   return {f'rollout_corr/{name}': x for name, x in metrics.items()}
 
@@ -127,7 +132,8 @@ def _batch_metrics(batch, has_values):
   """Returns the metrics of a batch, over the rows that have agent tokens."""
   mask = batch.action_mask.astype(jnp.float32)
   rows = mask.any(axis=1)
-  rewards = (batch.rewards * mask).sum(axis=1)
+  rewards = batch.rewards * mask
+  rewards = rewards.sum(axis=1)
   metrics = _summary('critic/rewards', rewards, rows)
   metrics |= _summary('critic/advantages', batch.advantages, mask)
   metrics |= _summary('critic/returns', batch.returns, mask)
@@ -236,7 +242,8 @@ def _is_too_far(variant, batch, tokens):
   if not variant.dual_clip:
     return jnp.zeros_like(tokens['clipped'])
   is_negative = correction.advantages_in_min(batch, variant) < 0
-  return tokens['clipped'] & is_negative & (tokens['ratio'] > variant.dual_clip)
+  is_above = tokens['ratio'] > variant.dual_clip
+  return tokens['clipped'] & is_negative & is_above
 
 
 # --- Roles ----------------------------------------------------------------------------------------
@@ -323,7 +330,9 @@ def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _mean(x, over, axis=None):
-  return jnp.sum(x * over, axis) / jnp.maximum(over.sum(axis), 1)
+  total = jnp.sum(x * over, axis)
+  count = over.sum(axis)
+  return total / jnp.maximum(count, 1)
 
 
 def _summary(name, x, over):

@@ -111,7 +111,8 @@ class Learners:
 
   def start_state(self, name: str) -> TrainState:
     """Returns the state that the next update of a policy starts from."""
-    return state_lib.extrapolated(self.states[name], self.spec.variant.extrapolation)
+    state = self.states[name]
+    return state_lib.extrapolated(state, self.spec.variant.extrapolation)
 
   def policy(self, actor: Any) -> Any:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
@@ -188,16 +189,19 @@ class Learners:
     with timing('update_actor'):
       for step in steps:
         state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
-        measured.append(episodes_lib.StepMetrics(step.rows, step_metrics, tokens))
+        one_step = episodes_lib.StepMetrics(step.rows, step_metrics, tokens)
+        measured.append(one_step)
       for i, one_step in enumerate(measured):
         host_metrics = jax.device_get(one_step.metrics)
         measured[i] = dataclasses.replace(one_step, metrics=host_metrics)
-    is_moved = any(one_step.metrics['stppo/step_norm'] > 0 for one_step in measured)
-    if self.spec.variant.extrapolation and not is_moved:
-      # The policy before the extrapolation. The buffers of its old state are reused.
-      actor = state.previous_actor
-      previous_actor = self.states[name].previous_actor
-      state = dataclasses.replace(state, actor=actor, previous_actor=previous_actor)
+    if self.spec.variant.extrapolation:
+      is_moved = any(one_step.metrics['stppo/step_norm'] > 0 for one_step in measured)
+      if not is_moved:
+        # The policy before the extrapolation. The buffers of its old state are reused.
+        previous_actor = self.states[name].previous_actor
+        state = dataclasses.replace(
+            state, actor=state.previous_actor, previous_actor=previous_actor
+        )
     return state, PolicyUpdate(name, rows, batch, steps, metrics, measured)
 
 
@@ -255,7 +259,8 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
   states = {policies[0]: state}
   for name in policies[1:]:
     states[name] = jax.tree.map(jnp.copy, state)
-  return Learners(spec, frozen, mesh, compiled, bins, states, config.seed, server)
+  seed = config.seed
+  return Learners(spec, frozen, mesh, compiled, bins, states, seed, server)
 
 
 def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:
@@ -288,7 +293,8 @@ def load(config: Config, variant: Variant, load_model: Callable, make: Callable)
   actor_key, critic_key = jax.random.split(key)
 
   def adapters(key, base):
-    init = functools.partial(lora.init, key, base, options.lora_rank, options.lora_targets)
+    rank = options.lora_rank
+    init = functools.partial(lora.init, key, base, rank, options.lora_targets)
     return make(init)
 
   actor = adapters(actor_key, base)
@@ -323,11 +329,13 @@ def complete(
   if variant.needs_reference and not config.model.lora_rank:  # adapters leave their base unchanged
     reference = copy(models.actor, memory_kind)
     frozen = dataclasses.replace(frozen, reference=reference)
-  spec = make_spec(config, variant, models.model, models.critic_model, device)
+  critic_model = models.critic_model
+  spec = make_spec(config, variant, models.model, critic_model, device)
   folder = config.teacher.folder
   if folder:
     # A frozen model loses nothing if it is stored in the dtype of the computation.
-    options = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    dtype = config.model.dtype
+    options = dataclasses.replace(config.model, param_dtype=dtype)
     config = dataclasses.replace(config, model=options)
     model, teacher = load_model(config, 'tokens', folder, memory_kind)
     frozen = dataclasses.replace(frozen, teacher=teacher)

@@ -49,7 +49,8 @@ def with_kernel(
 ) -> decoder.ModelConfig:
   """Returns the model with the attention of a run: `backend` is config.model.attention."""
   device = mesh.devices.flat[0]
-  chosen = attention.choose(backend, device, config.dtype, config.head_dim, lengths)
+  dtype = config.dtype
+  chosen = attention.choose(backend, device, dtype, config.head_dim, lengths)
   return dataclasses.replace(config, attention=chosen)
 
 
@@ -72,7 +73,8 @@ def train(
   The mesh is by default the first device. Donates `params`.
   """
   if mesh is None:
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    first_device = jax.devices()[:1]
+    mesh = sharding.make_mesh(1, 1, 1, first_device)
   config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
   row_sharding = NamedSharding(mesh, P(None, *sharding.ROWS))
@@ -85,10 +87,12 @@ def train(
       sums = optax.tree.add(sums, (imitated, grads))
       return jax.lax.with_sharding_constraint(sums, place(sums)), None
 
-    zeros = (jnp.zeros(()), optax.tree.zeros_like(params))
+    no_grads = optax.tree.zeros_like(params)
+    zeros = (jnp.zeros(()), no_grads)
     (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
     total = jnp.maximum(weights.sum(), 1)
-    num_imitated = jnp.maximum((weights == 1).sum(), 1)
+    is_imitated = weights == 1
+    num_imitated = jnp.maximum(is_imitated.sum(), 1)
     grads = jax.tree.map(lambda g: g / total, grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
@@ -127,7 +131,8 @@ def loss(
     logp_chunk: int | None = None,
 ) -> float:
   """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
-  sums = jax.jit(functools.partial(_sums, config=config, logp_chunk=logp_chunk))
+  sums_of = functools.partial(_sums, config=config, logp_chunk=logp_chunk)
+  sums = jax.jit(sums_of)
   total = 0.0
   count = 0
   for tokens, weights in batches:
@@ -179,14 +184,16 @@ def encode(
     ids = ids + turn_ids + observation_ids
     weights += [1.0] * len(turn_ids)
     weights += [read_weight] * len(observation_ids)
-  return Demonstration(tokens=np.array(ids, np.int32), weights=np.array(weights, np.float32))
+  all_tokens = np.array(ids, np.int32)
+  return Demonstration(all_tokens, np.array(weights, np.float32))
 
 
 def from_episode(episode: types.Episode) -> Demonstration:
   """Returns the demonstration of an episode, whose turns are imitated token by token."""
   tokens, turn_ids, _ = episode.unroll()
   length = batching.trained_length(episode)
-  weights = (turn_ids > 0).astype(np.float32)
+  is_agent = turn_ids > 0
+  weights = is_agent.astype(np.float32)
   return Demonstration(tokens[:length], weights[:length])
 
 
@@ -213,7 +220,8 @@ def batches(
     by_length = window[order].reshape(num_batches, rows)
     chosen = by_length[rng.integers(num_batches)]
     columns = pad([pool[i] for i in chosen], buckets)
-    return tuple(column.reshape(-1, micro_batch, column.shape[1]) for column in columns)
+    shape = (-1, micro_batch, columns[0].shape[1])
+    return tuple(column.reshape(shape) for column in columns)
 
   return draw
 

@@ -173,7 +173,8 @@ def annotate(
         ref_logp = _logp(spec, spec.actor, reference, tokens, layout)
         bins['ref_logp'] = ref_logp
       if spec.teacher is not None:
-        teacher_logp = _logp(spec, spec.teacher, frozen.teacher, tokens, layout)
+        model = spec.teacher
+        teacher_logp = _logp(spec, model, frozen.teacher, tokens, layout)
         bins['teacher_logp'] = teacher_logp
       if spec.has_values:
         value_outputs = outputs.value_outputs
@@ -361,7 +362,8 @@ class StepInputs:
 
     def outputs(critic):
       params = self.frozen.value_model(critic)
-      return _critic(self.spec, params, self.batch.tokens, layout)
+      tokens = self.batch.tokens
+      return _critic(self.spec, params, tokens, layout)
 
     return jax.vjp(outputs, self.state.critic)
 
@@ -429,7 +431,8 @@ def _compare_rows(inputs):
     return jax.tree.map(layout.unpack, read)
 
   outputs = inputs.sum(one_micro_batch, inputs.packing)
-  return objectives.cotangents(outputs, inputs.batch, inputs.spec.variant)
+  variant = inputs.spec.variant
+  return objectives.cotangents(outputs, inputs.batch, variant)
 
 
 def _sum_gradients(inputs, compared=None):
@@ -613,7 +616,8 @@ def _apply(inputs, divided, grads, is_finite):
       divided.undivided,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
-  after = dataclasses.replace(state, step=state.step + 1, skipped=skipped)
+  next_step = state.step + 1
+  after = dataclasses.replace(state, step=next_step, skipped=skipped)
   after = dataclasses.replace(after, actor=actor.params, actor_opt=actor.opt_state)
   num_steps = _steps_taken(state.actor_opt, state.step)
   metrics = {
@@ -721,13 +725,15 @@ def _logp(spec, model, params, tokens, layout):
   """Runs another model than the policy on tokens [b,T] in their bins: log-probs [R,P]."""
   binned, x, _ = _trunk(spec, model, params, tokens, layout)
   temperature = spec.temperature
-  logp, _ = decoder.token_logp(params, model, x, binned, temperature, spec.logp_chunk)
+  chunk = spec.logp_chunk
+  logp, _ = decoder.token_logp(params, model, x, binned, temperature, chunk)
   return logp
 
 
 def _critic(spec, params, tokens, layout):
   """Runs the critic on tokens [b,T] in their bins: its outputs [R,P,..] before each token."""
-  _, x, _ = _trunk(spec, spec.critic, params, tokens, layout)
+  model = spec.critic
+  _, x, _ = _trunk(spec, model, params, tokens, layout)
   return decoder.state_values(params, x)
 
 
