@@ -103,7 +103,7 @@ def make_variant(config: Config) -> Variant:
   for column, names in variants.BUILT_IN.items():
     given = getattr(variant, column)
     if isinstance(given, str) and given not in names:
-      given = functions[column] = plugins.load(f'algorithm.{column}', given, dict.fromkeys(names))
+      given = functions[column] = plugins.load(f'algorithm.{column}', given, names)
     if not isinstance(given, str) and not callable(given):
       raise types.UserError(
           f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '

@@ -140,7 +140,8 @@ def to_device(
   for numbers in minibatches(key, len(units), steps_per_epoch, bins.epochs):
     parts = [units[number] for number in numbers]
     rows = np.concatenate(parts)
-    deals.append(np.sort(rows))
+    rows = np.sort(rows)
+    deals.append(rows)
   most_rows = max(map(len, deals))
   size = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
   num_rows = size * steps_per_epoch
@@ -154,15 +155,13 @@ def to_device(
   steps = []
   for i, rows in enumerate(deals):
     if i % steps_per_epoch == 0:
-      next_padding = len(episodes)  # each row of padding once per epoch
+      padding = np.arange(len(episodes), num_rows)  # each row of padding once per epoch
     num_padding = size - len(rows)
-    padding = np.arange(next_padding, next_padding + num_padding)
-    next_padding += num_padding
-    rows = np.concatenate([rows, padding])
+    rows = np.concatenate([rows, padding[:num_padding]])
+    padding = padding[num_padding:]
     row_lengths = lengths[rows]
     packing = pack(row_lengths, bins.micro_batch, bins.lengths, bins.shared)
-    rows = rows.astype(np.int32)
-    step = Step(rows, packing)
+    step = Step(rows.astype(np.int32), packing)
     steps.append(step)
   return batch, steps
 
@@ -171,11 +170,9 @@ def _rows_by_group(episodes, rows_by_episode):
   """Returns the row numbers of each group. Each role of an episode has a group of its own."""
   by_group = collections.defaultdict(list)
   for rows in rows_by_episode:
-    numbers = [episodes[row].group for row in rows]
-    group = min(numbers)
-    by_group[group].append(rows)
-  groups = by_group.values()
-  return [np.concatenate(parts) for parts in groups]
+    group = min(episodes[row].group for row in rows)
+    by_group[group].extend(rows)
+  return list(by_group.values())
 
 
 def _rows_per_step(least, needed):
@@ -206,11 +203,8 @@ def minibatches(
 
 def num_tokens(steps: Sequence[Step]) -> int:
   """Counts the tokens of the rows of these steps."""
-  total = 0
-  for step in steps:
-    length = step.packing.length
-    total += int(np.sum(length))
-  return total
+  lengths = [step.packing.length for step in steps]
+  return sum(int(length.sum()) for length in lengths)
 
 
 def pack(
@@ -229,10 +223,7 @@ def pack(
   bins = np.zeros_like(lengths)
   offsets = np.zeros_like(lengths)
   longest_first = np.argsort(-lengths, kind='stable')
-  left = []
-  for row in longest_first:
-    if lengths[row]:
-      left.append(row)
+  left = [row for row in longest_first if lengths[row]]
   first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]

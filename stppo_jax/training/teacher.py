@@ -91,12 +91,14 @@ class TeacherServer:
   def _logp(self, prompt: dict[str, Any], tokens: Sequence[int]) -> list[float] | None:
     """Returns the log-probs of the prompt's tokens; None if the server reads other tokens."""
     scored = self._ask(prompt)
-    names = [str(token) for token in tokens]
-    are_there = [name in entry for name, entry in zip(names[1:], scored[1:])]
-    if len(scored) != len(names) or not all(are_there):
+    if len(scored) != len(tokens):
       return None
-    logp = [float(entry[name]['logprob']) for name, entry in zip(names[1:], scored[1:])]
-    return [0.0, *logp]
+    logp = [0.0]
+    for entry, token in list(zip(scored, tokens))[1:]:
+      if str(token) not in entry:
+        return None
+      logp.append(float(entry[str(token)]['logprob']))
+    return logp
 
   def _ask(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns {token id: its log-prob} for each token of the prompt; the first entry is {}."""

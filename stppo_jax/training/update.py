@@ -80,7 +80,8 @@ def compile_functions(
   def sharding_of(x):
     return x.sharding
 
-  shardings = jax.tree.map(sharding_of, (state, frozen))
+  trees = (state, frozen)
+  shardings = jax.tree.map(sharding_of, trees)
   places, tree = jax.tree.flatten(shardings)
   make: Callable = _jitted
   for column in variants.BUILT_IN:
