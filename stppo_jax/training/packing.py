@@ -274,7 +274,7 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
   is_used = packing.length > 0
   micro_batches = packing.bin // num_bins
   counts = jnp.where(is_used, micro_batches + 1, 0)
-  return jnp.max(counts)
+  return counts.max()
 
 
 def sum_over(
@@ -321,7 +321,8 @@ def which_capacity(
 def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   """Keeps the bins that hold any of `rows` [B] bool, moved to the front, and drops the others."""
   num_rows = packing.bin.shape[0]
-  max_bins = -(-num_rows // num_bins) * num_bins
+  max_micro_batches = -(-num_rows // num_bins)
+  max_bins = max_micro_batches * num_bins
   rows = rows & (packing.length > 0)
   is_kept = jnp.zeros(max_bins, bool)
   is_kept = is_kept.at[packing.bin].max(rows)
