@@ -4,7 +4,7 @@ Overrides in, arrays [seeds, updates] out:
 
   metrics = training.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
 
-An update does what `training.learner.Learner.update` does, in the same order, with the same code:
+An update does what `training.learner.Learners.update` does, in the same order, with the same code:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
 steps (`update.take_step`). Only models, task and sampler are small: task.py is the task, and the
 models are perceptrons over its window of features. Configs that differ only in numbers share a
