@@ -95,7 +95,7 @@ class PairTest(ObjectiveTest):
     expected[[3, 6]] = -slope / 2
     np.testing.assert_allclose(got.outputs.logp, -expected[:, None] * batch.action_mask, atol=1e-12)
     self.assertAlmostEqual(float(got.numbers['pg_loss']), -np.mean(value))
-    self.assertAlmostEqual(float(got.numbers['row_values'].sum()), np.mean(value))
+    self.assertAlmostEqual(float(got.numbers['row_losses'].sum()), -np.mean(value))
     self.assertFalse(got.numbers['clipped'].any())
 
   @parameterized.parameters('dpo', 'iterative_dpo')

@@ -54,7 +54,8 @@ def cotangents(
 
   Returns:
     d(-J)/dlogp [B,T], the cotangent of C [B,T], and a dict of ratio [B,T], clipped [B,T] bool,
-    pg_loss = -J and clipped_objective = J_c. Advantages and weights are constants.
+    pg_loss = -J, its terms by row row_losses [B], and clipped_objective = J_c. Advantages and
+    weights are constants.
 
   Choice: tokens that `dual_clip` stops count as clipped, because C is all the gradient that
   clipping removed.
@@ -86,10 +87,12 @@ def cotangents(
   (surrogate_cotangent,) = pull_surrogate(-clipped_weights)
   bias_cotangent = ratio_cotangent + surrogate_cotangent
 
+  objective = weights * surrogate
   aux = {
       'ratio': ratio,
       'clipped': clipped,
-      'pg_loss': -jnp.sum(weights * surrogate),
+      'pg_loss': -objective.sum(),
+      'row_losses': -objective.sum(axis=1),
       'clipped_objective': jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
   }
   return loss_cotangent, bias_cotangent, aux

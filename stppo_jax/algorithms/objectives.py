@@ -50,7 +50,7 @@ class RowCotangents(NamedTuple):
   """The derivatives of an objective J that compares rows, and its numbers per token."""
 
   outputs: TokenOutputs  # d(-J)/d outputs, [b,T]
-  # 'ratio' and 'clipped' [b,T]. 'row_values' [b] are the terms of J by row. 'pg_loss' is -J, and
+  # 'ratio' and 'clipped' [b,T]. 'row_losses' [b] are the terms of -J by row. 'pg_loss' is -J, and
   # 'clipped_objective' is 0, because no clipping bias is computed.
   numbers: dict[str, jax.Array]
 
@@ -87,7 +87,7 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
   numbers = {
       'ratio': jnp.exp(log_ratio),
       'clipped': clipped & mask,
-      'row_values': row_values,
+      'row_losses': -row_values,
       'pg_loss': loss,
       'clipped_objective': jnp.zeros(()),
   }

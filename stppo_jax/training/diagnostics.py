@@ -165,16 +165,8 @@ def step_summary(
     imitation_loss = jnp.where(has_demonstrations, tokens['imitation_loss'], jnp.nan)
     metrics['actor/imitation_loss'] = imitation_loss
   for role, rows in _by_role(batch):
-    if spec.variant.compares_rows:
-      is_role = rows.action_mask.any(axis=1)
-      pg_loss = -jnp.sum(tokens['row_values'] * is_role)
-    else:
-      policy_weights = weights.policy * rows.action_mask
-      # Called again only for the loss of this role. The cotangents are not used.
-      _, _, parts = correction.cotangents(
-          tokens['logp'], batch, spec.variant, weights=policy_weights
-      )
-      pg_loss = parts['pg_loss']
+    is_role = rows.action_mask.any(axis=1)
+    pg_loss = jnp.sum(tokens['row_losses'] * is_role)
     role_tokens = tokens | {'pg_loss': pg_loss}
     metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_tokens))
   return metrics

@@ -148,7 +148,8 @@ def annotate(
   reference = frozen.reference_policy()
   critic = None
   if state.critic is not None:
-    critic = sharding.to_device(frozen.value_model(state.critic))
+    critic = frozen.value_model(state.critic)
+    critic = sharding.to_device(critic)
   sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
   if spec.routing_replay == 'sampling' and sampled_routes is None:
     raise UserError(
@@ -440,7 +441,7 @@ def _sum_gradients(inputs, compared=None):
   """Sums the gradients of the losses over micro-batches.
 
   Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
-  sums pg_loss and clipped_objective.
+  sums pg_loss, row_losses [b] and clipped_objective.
   """
   spec = inputs.spec
 
@@ -500,8 +501,8 @@ def _policy_cotangents(inputs, layout, tokens, compared):
     tokens['bias'] = d_bias
     tokens['ratio'] = parts['ratio'] * is_here
     tokens['clipped'] = parts['clipped'] * is_here
-    sums['pg_loss'] = parts['pg_loss']
-    sums['clipped_objective'] = parts['clipped_objective']
+    for name in ('pg_loss', 'row_losses', 'clipped_objective'):
+      sums[name] = parts[name]
   else:
     d_logp = compared.outputs.logp * is_here
     if compared.outputs.reference_kl is not None:
