@@ -116,8 +116,8 @@ def _gae(rewards, values, mask, gammas, lams):
   columns = [x.T for x in (rewards, values, mask, gammas, lams)]
   zeros = jnp.zeros_like(values[:, 0])
   nothing = (zeros, zeros)
-  _, by_column = jax.lax.scan(step, nothing, columns, reverse=True)
-  advantages = by_column.T
+  _, transposed = jax.lax.scan(step, nothing, columns, reverse=True)
+  advantages = transposed.T
   returns = advantages + values
   returns = jnp.where(mask > 0, returns, 0)
   return advantages, returns
@@ -282,8 +282,8 @@ def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
   total = jnp.zeros_like(advantages)
   for rows in batch.roles.values():
     is_role = rows[:, None]
-    of_role = weights * is_role
-    total += whiten_tokens(advantages, of_role)
+    role_weights = weights * is_role
+    total += whiten_tokens(advantages, role_weights)
   return total
 
 
@@ -320,12 +320,12 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
   def estimate_from_groups(batch, variant):
     del variant
     scores, group_ids, is_first = _scores(batch)
-    of_episodes = function(scores, group_ids)
-    of_firsts = jnp.where(is_first, of_episodes, 0)
-    of_firsts = of_firsts[:, None]
-    of_rows = losses.episode_sums(of_firsts, batch.episode_ids)
-    of_rows = of_rows[:, None]
-    advantages = of_rows * batch.action_mask
+    episode_advantages = function(scores, group_ids)
+    first_advantages = jnp.where(is_first, episode_advantages, 0)
+    first_advantages = first_advantages[:, None]
+    row_advantages = losses.episode_sums(first_advantages, batch.episode_ids)
+    row_advantages = row_advantages[:, None]
+    advantages = row_advantages * batch.action_mask
     return advantages, advantages
 
   estimate_from_groups.__dict__['needs_groups'] = True
@@ -378,11 +378,11 @@ def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
   num_samples = jnp.maximum(num_samples, 1)
   total = _over(jnp.sum, z_scores, is_sample)
   mean = total / num_samples
-  of_sample = (1 + variant.grao_lambda) * z_scores
-  of_sample /= num_samples
-  of_reference = variant.grao_beta * z_scores - variant.grao_lambda * mean
-  of_reference /= jnp.maximum(num_references, 1)
-  weights = jnp.where(is_reference, of_reference, of_sample)
+  sample_weights = (1 + variant.grao_lambda) * z_scores
+  sample_weights /= num_samples
+  reference_weights = variant.grao_beta * z_scores - variant.grao_lambda * mean
+  reference_weights /= jnp.maximum(num_references, 1)
+  weights = jnp.where(is_reference, reference_weights, sample_weights)
   weights *= num_rows
   weights = weights[:, None]
   weights = weights * batch.action_mask
@@ -498,9 +498,9 @@ def _turn_zscore(batch, variant):
   own_group = -1 - rows[:, None]
   group_ids = batch.group_ids // num_roles
   group_ids = jnp.where(has_turn, group_ids[:, None], own_group)
-  by_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
-  scores = by_turn(_without_rounding)(scores, sizes, group_ids)
-  z_scores = by_turn(group_zscore)(scores, group_ids)
+  each_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
+  scores = each_turn(_without_rounding)(scores, sizes, group_ids)
+  z_scores = each_turn(group_zscore)(scores, group_ids)
   advantages = _to_tokens(z_scores, batch.turn_ids)
   return advantages, advantages
 

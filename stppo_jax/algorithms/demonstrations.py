@@ -37,19 +37,19 @@ def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
     return batch
   assert batch.behaviour_logp is not None
   is_demonstrated = batch.demonstrated > 0
-  of_token = is_demonstrated[:, None]
+  is_imitated = is_demonstrated[:, None]
   batch = dataclasses.replace(
       batch,
-      imitation_mask=jnp.where(of_token, batch.action_mask, 0),
-      behaviour_logp=jnp.where(of_token, logp * batch.action_mask, batch.behaviour_logp),
+      imitation_mask=jnp.where(is_imitated, batch.action_mask, 0),
+      behaviour_logp=jnp.where(is_imitated, logp * batch.action_mask, batch.behaviour_logp),
   )
   if variant.uses_demonstrations:
     return batch
   own_group = -1 - jnp.arange(len(batch.group_ids))
   return dataclasses.replace(
       batch,
-      action_mask=jnp.where(of_token, 0, batch.action_mask),
-      turn_ids=jnp.where(of_token, 0, batch.turn_ids),
-      rewards=jnp.where(of_token, 0, batch.rewards),
+      action_mask=jnp.where(is_imitated, 0, batch.action_mask),
+      turn_ids=jnp.where(is_imitated, 0, batch.turn_ids),
+      rewards=jnp.where(is_imitated, 0, batch.rewards),
       group_ids=jnp.where(is_demonstrated, own_group, batch.group_ids),
   )

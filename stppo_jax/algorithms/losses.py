@@ -267,9 +267,9 @@ def _dppo_kl(ratio, logp, advantages, variant):
   # Not 1 - p + 1e-8: compiled, that is (1 + 1e-8) - p, where 1e-8 is lost.
   rest = jnp.maximum(1 - prob, 1e-8)
   old_rest = jnp.maximum(1 - old_prob, 1e-8)
-  of_token = -old_prob * jnp.log(ratio)
-  of_rest = old_rest * jnp.log(old_rest / rest)
-  binary_kl = of_token + of_rest
+  token_part = -old_prob * jnp.log(ratio)
+  rest_part = old_rest * jnp.log(old_rest / rest)
+  binary_kl = token_part + rest_part
   is_up = (binary_kl > variant.clip_high) & (prob > old_prob)
   is_down = (binary_kl > variant.clip_low) & (prob < old_prob)
   return _dppo(ratio, logp, advantages, is_up, is_down)

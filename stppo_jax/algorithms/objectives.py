@@ -214,9 +214,9 @@ def _tdpo(outputs, batch, variant):
   pairs = best_and_worst(batch)
   log_ratio = _episode_sums(outputs.logp - batch.ref_logp, batch)
   kl = variant.alpha * _episode_sums(outputs.reference_kl, batch)
-  of_best = log_ratio + jax.lax.stop_gradient(kl)
-  of_worst = log_ratio + kl
-  h = of_best[pairs.best] - of_worst[pairs.worst]
+  best_terms = log_ratio + jax.lax.stop_gradient(kl)
+  worst_terms = log_ratio + kl
+  h = best_terms[pairs.best] - worst_terms[pairs.worst]
   values = _dpo(h, variant)
   return pairs.terms(values), _nothing_clipped(outputs)
 

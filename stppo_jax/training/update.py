@@ -228,10 +228,10 @@ def annotate(
   if variant.old_logp == 'sampler':
     columns['old_logp'] = batch.behaviour_logp
 
-  def of_agent(x):
+  def keep_agent_tokens(x):
     return x * batch.action_mask
 
-  columns = jax.tree.map(of_agent, columns)
+  columns = jax.tree.map(keep_agent_tokens, columns)
   return dataclasses.replace(batch, routes=routes, **columns), metrics
 
 
