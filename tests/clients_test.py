@@ -201,8 +201,9 @@ class AnthropicTest(absltest.TestCase):
   def test_compaction_starts_new_segment(self):
     """A tool result continues the row. A summary in place of the history starts another one."""
     service = self.server.app.service
-    name, session = service.open_session(jax.random.key(0), sessions.Sampling(0.0, max_turn=40))
-    client = self.connect(f'{self.server.url}/s/{name}')
+    sampling = sessions.Sampling(0.0, max_turn=40)
+    session = service.open_session(jax.random.key(0), sampling)
+    client = self.connect(f'{self.server.url}/s/{session.name}')
     tools = [{'name': 'search', 'input_schema': gateway_test.SEARCH['function']['parameters']}]
     history = [{'role': 'user', 'content': QUESTION}]
     for number in range(2):
@@ -220,7 +221,7 @@ class AnthropicTest(absltest.TestCase):
     summary = [{'role': 'user', 'content': f'Summary: Paris. {QUESTION}'}]
     self.create(client, messages=summary, tools=tools)
     rows = session.episodes(types.Task('1', QUESTION, ('Paris',)), 0)
-    service.end_session(name)
+    service.end_session(session.name)
     self.assertEqual([len(row.turns) for row in rows], [3, 1])
     self.assertEqual({row.counts['rewritten'] for row in rows}, {1.0})
     self.assertEqual({row.counts['segments'] for row in rows}, {2.0})

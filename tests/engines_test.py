@@ -908,7 +908,7 @@ class GatewayTest(parameterized.TestCase):
     scheduler = scheduler_lib.Scheduler(
         sampler, params, tokenizer.token_bytes, tokenizer.eos_ids, 64, load_params=load
     )
-    with gateway.running(config, scheduler, tokenizer, 'e', port) as server:
+    with gateway.running(config, scheduler, tokenizer, port) as server:
       yield server.url
 
   def test_greedy_episodes_equal_those_of_our_sampler(self):

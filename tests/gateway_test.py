@@ -91,7 +91,7 @@ def make_scheduler(max_waiting=256, **settings):
 @contextlib.contextmanager
 def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
   """A gateway on the embedded model: yields its server."""
-  config = schema.Config()
+  config = schema.Config(name='tiny')
   config.serve = schema.ServeSettings(**settings)
   tokenizer, _, _ = embedded()
   scheduler = make_scheduler(
@@ -99,7 +99,7 @@ def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
   )
   with (
       mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
-      gateway.running(config, scheduler, tokenizer, 'tiny', port) as server,
+      gateway.running(config, scheduler, tokenizer, port) as server,
   ):
     yield server
 
@@ -211,7 +211,8 @@ class AnswersTest(parameterized.TestCase):
     for body in (cold, cut):
       self.assertEqual(body['choices'][0]['message'], greedy['choices'][0]['message'])
       np.testing.assert_allclose(logp(body), logp(greedy), atol=1e-6)
-    name, _ = self.server.app.service.open_session(jax.random.key(0), sessions.Sampling(1e-4))
+    sampling = sessions.Sampling(1e-4)
+    name = self.server.app.service.open_session(jax.random.key(0), sampling).name
     of_session = self.ask(f'/s/{name}/v1/chat/completions', **asked)
     self.server.app.service.end_session(name)
     self.assertEqual(of_session['choices'][0]['message'], greedy['choices'][0]['message'])
@@ -304,7 +305,8 @@ class AnswersTest(parameterized.TestCase):
 
   def test_prompt_that_cannot_fit_is_not_encoded(self):
     service, text = self.server.app.service, 'x ' * 1_500_000
-    name, session = service.open_session(jax.random.key(0), sessions.Sampling())
+    session = service.open_session(jax.random.key(0), sessions.Sampling())
+    name = session.name
     messages = [{'role': 'user', 'content': text}]
     with mock.patch.object(chat.Tokenizer, 'encode', side_effect=AssertionError):
       for path, fields, param in (
@@ -607,7 +609,7 @@ class LimitsTest(parameterized.TestCase):
     config = schema.Config()
     config.model.chat_template_kwargs = own
     tokenizer, _, _ = embedded()
-    with gateway.running(config, make_scheduler(), tokenizer, 'tiny') as server:
+    with gateway.running(config, make_scheduler(), tokenizer) as server:
       self.assertEqual(server.app.service.template_kwargs, own)
 
   def test_odd_arguments_of_calls_are_no_crash(self):
@@ -640,7 +642,7 @@ class LimitsTest(parameterized.TestCase):
   def test_session_and_key_are_checked_before_body(self):
     """The id of an open session is a key."""
     with running(key='secret') as server:
-      name, _ = server.app.service.open_session(jax.random.key(0), sessions.Sampling())
+      name = server.app.service.open_session(jax.random.key(0), sessions.Sampling()).name
       for path, body, status in (
           ('/s/unknown/v1/chat/completions', b'{', 404),
           ('/s/unknown/reward', b'{', 404),

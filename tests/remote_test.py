@@ -408,8 +408,8 @@ class RemoteTest(parameterized.TestCase):
         model, tokenizer, rows=8, max_total=384, chunks=(16, 64), slot_buckets=(384,)
     )
     scheduler = scheduler_lib.Scheduler(sampler, params, tokenizer.token_bytes, tokenizer.eos_ids)
-    with gateway.running(config, scheduler, tokenizer, 'tiny') as server:
-      config.eval.address, config.eval.model = f'{server.url}/v1', 'tiny'
+    with gateway.running(config, scheduler, tokenizer) as server:
+      config.eval.address, config.eval.model = f'{server.url}/v1', config.name
       at_address = job.evaluate(config, self.workdir())
     self.assertEqual(at_address.scores, local.scores)
     said = lambda results: {

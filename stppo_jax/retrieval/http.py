@@ -139,14 +139,14 @@ class HttpRetriever:
       if not isinstance(rows, list) or len(rows) != len(queries):
         raise ValueError(f'no list of {len(queries)} results')
     except (http_client.GivenUp, http_client.Temporary):
-      return [None] * len(queries)
+      pass  # `_send` has reported it
     except http_client.Rejected as error:
       self._report(str(error))
-      return [None] * len(queries)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
       self._report(f'an unreadable answer ({type(error).__name__}: {error})')
-      return [None] * len(queries)
-    return [self._read_passages(row, top_k) for row in rows]
+    else:
+      return [self._read_passages(row, top_k) for row in rows]
+    return [None] * len(queries)
 
   def _send(self, body: dict[str, Any], is_gone: threading.Event) -> bytes:
     """Returns the server's answer, after retries. Sets `is_gone` where no attempt had any."""

@@ -65,7 +65,6 @@ def running(
     config: Config,
     scheduler: scheduler_lib.Scheduler,
     tokenizer: tokenizer_lib.Tokenizer,
-    name: str,
     port: int = 0,
 ) -> Iterator[Any]:
   """Context manager of an `http_server.Server` that accepts connections; port 0 is any free one.
@@ -83,7 +82,7 @@ def running(
   service = service_lib.Service(
       scheduler,
       tokenizer,
-      name,
+      config.name,
       settings.tool_form,
       config.model.chat_template_kwargs,
       plain_logp=settings.logprobs_mode == 'raw_logprobs',
@@ -153,7 +152,7 @@ def serve(
     with scheduler:
       scheduler.wait()
     return
-  with running(config, scheduler, tokenizer, config.name, port) as server:
+  with running(config, scheduler, tokenizer, port) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
     while not stop_requested():
       scheduler.wait(0.2)

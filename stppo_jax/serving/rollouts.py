@@ -82,7 +82,7 @@ class ProgramAgent(agent_lib.Agent):
         self.config.serve.max_waiting,
         shares_prefixes=False,
     )
-    with gateway.running(self.config, scheduler, self.tokenizer, self.config.name) as server:
+    with gateway.running(self.config, scheduler, self.tokenizer) as server:
       runs = self._run_programs(server, tasks, keys, sampling, give_up)
     counts = scheduler.counts
     self.report = engine.Report(
@@ -136,10 +136,10 @@ class ProgramAgent(agent_lib.Agent):
   ) -> _ProgramRun:
     """Runs one program in a session of its own. A program that continues after it gets an error."""
     service = server.app.service
-    name, session = service.open_session(key, sampling)
+    session = service.open_session(key, sampling)
     run = _ProgramRun(task, session)
     deadline = time.monotonic() + self.config.serve.agent_timeout_s
-    call = calls.ThreadedCall(lambda: self._score(run, f'{server.url}/s/{name}/v1'))
+    call = calls.ThreadedCall(lambda: self._score(run, f'{server.url}/s/{session.name}/v1'))
     try:
       while not call.has_ended(_POLL_S):
         run.timed_out = time.monotonic() > deadline
@@ -148,7 +148,7 @@ class ProgramAgent(agent_lib.Agent):
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:
-      service.end_session(name)
+      service.end_session(session.name)
     return run
 
   def _score(self, run: _ProgramRun, url: str) -> None:

@@ -60,14 +60,12 @@ class Service:
     """Ends the service's thread."""
     self._encoder.shutdown(wait=False, cancel_futures=True)
 
-  def open_session(
-      self, key: jax.Array, sampling: sessions.Sampling
-  ) -> tuple[str, sessions.Session]:
-    """Starts a session; returns its id, which nobody can guess, and the session."""
+  def open_session(self, key: jax.Array, sampling: sessions.Sampling) -> sessions.Session:
+    """Starts a session, whose name nobody can guess."""
     name = secrets.token_hex(16)
     session = sessions.Session(self.template, key, sampling, name)
     self._sessions[name] = session
-    return name, session
+    return session
 
   def end_session(self, name: str) -> None:
     """Ends a session: its client gets 404 from now on."""
