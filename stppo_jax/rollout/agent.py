@@ -246,9 +246,9 @@ def make_sampler(
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   is_tiled = device.platform == 'cpu' and rows is None
   cache_tile = decoder.CPU_CACHE_TILE if is_tiled else 0
-  buckets = rollout.slot_buckets
-  if not buckets:
-    buckets = sampling.default_slot_buckets(rollout.max_total, device.platform)
+  buckets = rollout.slot_buckets or sampling.default_slot_buckets(
+      rollout.max_total, device.platform
+  )
   num_rows = rows_per_episode * (rollout.rows or config.train.episodes)
   width = rollout.width
   if num_policies > 1:

@@ -163,8 +163,6 @@ class Demonstrator:
 
     The result depends on the key of the batch, and on the tasks. Process 0 plays.
     """
-    if not tasks:
-      return []
     keys = episode_lib.row_keys(jax.random.fold_in(key, _STREAM), tasks)
     seeds = episode_lib.reset_seeds(keys, tasks)
     player_seeds = episode_lib.episode_seeds(keys)

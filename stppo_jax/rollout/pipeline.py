@@ -10,11 +10,9 @@ checkpoint holds as JSON. Of batches that are still to be sampled it holds the p
 
 import collections
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -207,11 +205,11 @@ class Batches:
 
   def _demonstrate(self, key, questions):
     """Plays the demonstrations of all groups: {number of the group: their rows}."""
-    if self.demonstrator is None:
-      return {}
-    play = self.demonstrator.play
     tasks, numbers = _repeated(questions, self._num_demonstrations(questions))
-    rows, _ = self.until_answered(lambda: play(key, tasks, numbers))
+    if not tasks:
+      return {}
+    demonstrator: Any = self.demonstrator
+    rows, _ = self.until_answered(lambda: demonstrator.play(key, tasks, numbers))
     return self._by_group(rows)
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
@@ -377,11 +375,9 @@ class Pipeline:
     batches = [ahead.batch for ahead in self._ahead]
     return [batch for batch in batches if not _is_remote(batch)]
 
-  @contextlib.contextmanager
-  def idle(self) -> Iterator[None]:
+  def idle(self) -> threading.Lock:
     """Context manager that pauses background sampling, so that evaluation can use the sampler."""
-    with self._sampling:
-      yield
+    return self._sampling
 
   def __enter__(self):
     return self

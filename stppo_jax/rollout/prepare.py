@@ -78,12 +78,15 @@ def model_folder(config) -> str:
 
 def sources(config) -> dict[str, str]:
   """Returns {setting: digest} of the plug-in files and model folders that the settings name."""
+  folders = {
+      'model.folder': model_folder(config),
+      'model.critic_folder': config.model.critic_folder,
+      'teacher.folder': config.teacher.folder,
+  }
   digests = components.plugin_digests(config)
-  digests['model.folder'] = hf_config.fingerprint(model_folder(config))
-  if config.model.critic_folder:
-    digests['model.critic_folder'] = hf_config.fingerprint(config.model.critic_folder)
-  if config.teacher.folder:
-    digests['teacher.folder'] = hf_config.fingerprint(config.teacher.folder)
+  for setting, folder in folders.items():
+    if folder:
+      digests[setting] = hf_config.fingerprint(folder)
   return {setting: digest for setting, digest in digests.items() if digest}
 
 

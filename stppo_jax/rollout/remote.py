@@ -432,11 +432,6 @@ class RemoteSampler:
   fleet: Fleet
   distribution: sampling.Distribution
 
-  @property
-  def max_slots(self) -> int:
-    """Tokens that a sequence may hold."""
-    return self.fleet.settings.max_total
-
   def copy(self, params: Any) -> RemoteWeights:
     """Returns the policy as the engines read it."""
     if isinstance(params, RemoteWeights):
@@ -628,7 +623,8 @@ def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
   silent_s = _START_S if at_start else _PROBE_S
   probes = []
   for prompt in prompts:
-    budget = min(_PROBE_TOKENS, sampler.max_slots - len(prompt))
+    room = fleet.settings.max_total - len(prompt)
+    budget = min(_PROBE_TOKENS, room)
     request = servers.TurnRequest(prompt, budget, fleet.stop_strings, distribution)
     try:
       turn = fleet.sample_from([engine], request, weights, silent_s, _PROBE_S)

@@ -69,7 +69,7 @@ class PrefillResult:
 
   lengths: Any = None  # [B] int32, of the contexts after it, to wait for
   # (routes, counts [B]) of each chunk, where experts are recorded.
-  chunks: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)
+  chunks: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Sampler:
@@ -107,14 +107,16 @@ class Sampler:
     shards = layout.num_shards(row_sharding, 'data')
     width = sizes.width or sizes.rows
     width = min(width, sizes.rows)
-    self.width = sampling.round_up(width, shards)
-    num_rows = sampling.round_up(sizes.rows, self.width)
-    self.num_groups = num_rows // self.width
-    self.prefill_rows = min(sizes.prefill_rows, self.width)
+    width = sampling.round_up(width, shards)
+    num_rows = sampling.round_up(sizes.rows, width)
+    prefill_rows = min(sizes.prefill_rows, width)
     if shards > 1:  # rows are prefilled in place, because moving them would send whole caches
-      self.prefill_rows = self.width
+      prefill_rows = width
+    self.width = width
+    self.num_groups = num_rows // width
+    self.prefill_rows = prefill_rows
     # Whether prefill works on a whole group where it is, not on rows taken out of it.
-    self.in_place = self.prefill_rows == self.width
+    self.in_place = prefill_rows == width
     tile = config.cache_tile or 1
     buckets = {sampling.round_up(self.max_slots, tile)}
     for bucket in sizes.slot_buckets:
@@ -204,20 +206,22 @@ class Sampler:
 
   def take(self, context: Context, rows: Numbers) -> Context:
     """Returns copies of at most `prefill_rows` rows, in a context of `prefill_rows` rows."""
-    count = len(rows)
-    padded = np.zeros(self.prefill_rows, np.int32)
-    padded[:count] = rows
+    padded = self._padded(rows)
     return self._take(context, padded)
 
   def put(self, context: Context, taken: Context, targets: Numbers, sources: Numbers) -> Context:
     """Copies rows sources[i] of `taken` to rows targets[i] of `context`; at most `prefill_rows`."""
-    count = len(targets)
-    shape = (2, self.prefill_rows)
-    padded = np.zeros(shape, np.int32)
-    padded[0, :count] = targets
-    padded[1, :count] = sources
-    num_real = np.int32(count)
-    return self._put(context, taken, padded, num_real)
+    count = np.int32(len(targets))
+    targets = self._padded(targets)
+    sources = self._padded(sources)
+    return self._put(context, taken, targets, sources, count)
+
+  def _padded(self, rows):
+    """Returns the numbers of rows, padded to `prefill_rows`."""
+    count = len(rows)
+    padded = np.zeros(self.prefill_rows, np.int32)
+    padded[:count] = rows
+    return padded
 
   def prefill(
       self, params, context: Context, ids: Sequence[Numbers], starts: Numbers
@@ -228,12 +232,12 @@ class Sampler:
     context. The chunks of a row depend only on its number of ids: as many as fit of the largest, of
     the next, the rest in the smallest.
     """
-    rows = context.logits.shape[0]
-    count = len(ids)
+    rows = len(context.logits)
+    num_given = len(ids)
     left = np.zeros(rows, np.int32)
-    left[:count] = [len(row_ids) for row_ids in ids]
+    left[:num_given] = [len(row_ids) for row_ids in ids]
     live = np.zeros(rows, np.int32)
-    live[:count] = starts
+    live[:num_given] = starts
     prefilled = PrefillResult()
     for chunk in reversed(self.chunk_buckets):
       least = chunk
@@ -245,9 +249,10 @@ class Sampler:
         shape = (rows, chunk)
         tokens = np.zeros(shape, np.int32)
         for b, row_ids in enumerate(ids):
+          count = counts[b]
           start = len(row_ids) - left[b]
-          end = start + counts[b]
-          tokens[b, : counts[b]] = row_ids[start:end]
+          end = start + count
+          tokens[b, :count] = row_ids[start:end]
         context, result = self._prefill(params, context, tokens, live, counts)
         prefilled.lengths, routes = result
         if self.records_routes:
@@ -267,7 +272,8 @@ class Sampler:
     """
     steps = min(steps, self.steps)
     limits = np.array([steps, enough], np.int32)
-    context, result = self._decode(params, context, rows, limits, self._stop_table)
+    table = self._stop_table
+    context, result = self._decode(params, context, rows, limits, table)
     if not self.records_routes:  # the programs may be those of a sampler that does: see `greedy`
       result = dataclasses.replace(result, routes=None)
     return context, result
@@ -276,9 +282,10 @@ class Sampler:
     """Returns the number of compiled programs of each function, for logging."""
     prefill: Any = self._prefill
     decode: Any = self._decode
-    num_prefill = prefill._cache_size()
-    num_decode = decode._cache_size()
-    return {'prefill': num_prefill, 'decode': num_decode}
+    sizes = {}
+    sizes['prefill'] = prefill._cache_size()
+    sizes['decode'] = decode._cache_size()
+    return sizes
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
@@ -304,14 +311,13 @@ class Sampler:
     counts = np.zeros(self.prefill_rows, np.int32)
     rows = self.idle_rows(self.width)
     limits = np.zeros(2, np.int32)
-    prefill = self._prefill.trace(policy, taken, tokens, counts, counts)
-    decode = self._decode.trace(policy, group, rows, limits, self.stop_table)
-    return {
-        'copy': self._copy.trace(params),
-        'prefill': prefill,
-        'decode': decode,
-        'grow': self._grow.trace(small_group, slots),
-    }
+    traced = {}
+    traced['copy'] = self._copy.trace(params)
+    traced['prefill'] = self._prefill.trace(policy, taken, tokens, counts, counts)
+    table = self.stop_table
+    traced['decode'] = self._decode.trace(policy, group, rows, limits, table)
+    traced['grow'] = self._grow.trace(small_group, slots)
+    return traced
 
   def _append(self, params, context, tokens, starts, counts):
     """Appends the first counts[b] of `tokens` [B,T] to row b, of which starts[b] slots are live.
@@ -324,16 +330,19 @@ class Sampler:
     that it reads.
     """
     config = self.config
+    positions = None  # the slots
     cache = decoder.KVCache(context.k, context.v, starts)
-    x, cache, routing = decoder.cached_trunk(params, config, tokens, None, cache, counts)
-    if tokens.shape[1] > 1:
+    x, cache, routing = decoder.cached_trunk(params, config, tokens, positions, cache, counts)
+    length = tokens.shape[1]
+    if length > 1:
       last = jnp.maximum(counts - 1, 0)
       last = last[:, None, None]
       x = jnp.take_along_axis(x, last, axis=1)
     x = x[:, 0]
     logits = decoder.token_logits(params, config, x)
     num_parts = layout.num_shards(self.row_sharding, 'tensor')
-    if config.vocab_size % num_parts == 0:
+    rest = config.vocab_size % num_parts
+    if not rest:
       logits = sharding.spread(logits, self._split_logits_sharding)
     logits = sharding.spread(logits, self.row_sharding)
     is_new = counts > 0
@@ -347,16 +356,18 @@ class Sampler:
 
   def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""
-    params = decoder.in_compute_dtype(params, self.config)
-    params = decoder.unstack_layers(params, self.config)
+    config = self.config
+    params = decoder.in_compute_dtype(params, config)
+    params = decoder.unstack_layers(params, config)
     keys = jax.random.wrap_key_data(rows.keys)
     fold_in = jax.vmap(jax.random.fold_in)
     draw = sampling.make_draw(rows.settings, self._top_k)
     max_steps, enough = limits
     stopped_state = len(stop_table) - 1
     is_decoded = rows.budgets > 0
-    num_rows = jnp.sum(is_decoded)
-    fewest = jnp.maximum(num_rows - enough, 0)
+    num_decoded = jnp.sum(is_decoded)
+    fewest = num_decoded - enough
+    fewest = jnp.maximum(fewest, 0)
 
     def is_running(state):
       _, sampled, step = state
@@ -379,6 +390,7 @@ class Sampler:
       counts = sampled.counts + one
       is_open = stop_state != stopped_state
       has_budget = counts < rows.budgets
+      still_alive = alive & is_open & has_budget
 
       def set_column(array, values):
         values = jnp.where(alive, values, 0)
@@ -387,20 +399,24 @@ class Sampler:
       if routes is not None:
         origin = (0, step, 0, 0)
         routes = jax.lax.dynamic_update_slice(sampled.routes, routes, origin)
+      all_tokens = set_column(sampled.tokens, token)
+      all_logp = set_column(sampled.logp, logp)
       sampled = DecodeResult(
-          tokens=set_column(sampled.tokens, token),
-          logp=set_column(sampled.logp, logp),
+          tokens=all_tokens,
+          logp=all_logp,
           counts=counts,
           stop_state=stop_state,
-          alive=alive & is_open & has_budget,
+          alive=still_alive,
           routes=routes,
       )
-      return context, sampled, step + 1
+      step = step + 1
+      return context, sampled, step
 
-    shape = context.logits.shape[0], self.steps
+    num_rows = len(rows.budgets)
+    shape = (num_rows, self.steps)
     routes = None
     if self.records_routes:
-      routes = moe.no_routes(self.config, *shape)
+      routes = moe.no_routes(config, *shape)
     sampled = DecodeResult(
         tokens=jnp.zeros(shape, jnp.int32),
         logp=jnp.zeros(shape, jnp.float32),
@@ -429,7 +445,7 @@ def _grow(config, context, slots):
     origin = (0,) * old.ndim
     return jax.lax.dynamic_update_slice(new, old, origin)
 
-  rows = context.logits.shape[0]
+  rows = len(context.logits)
   empty = _empty(config, rows, slots)
   return jax.tree.map(fill, empty, context)
 
@@ -439,15 +455,16 @@ def _take(context, rows):
   return jax.tree.map(take, context)
 
 
-def _put(context, taken, places, count):
-  """Copies rows; `places` [2,rows] are (targets, sources), of which the first `count` are real.
+def _put(context, taken, targets, sources, count):
+  """Copies rows; the first `count` targets and sources are real.
 
   Rows may have fewer slots in `taken`, since their remaining slots are garbage anyway. Choice: one
   row at a time, because a scatter of gathered rows takes twice as long on a CPU.
   """
 
   def put_row(i, context):
-    target, source = places[:, i]
+    target = targets[i]
+    source = sources[i]
 
     def put(array, rows):
       row = jax.lax.dynamic_slice_in_dim(rows, source, 1)

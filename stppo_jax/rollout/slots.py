@@ -92,8 +92,8 @@ class SlotGroup:
   def prefill_new(self, sequences: Sequences) -> Prefilled:
     """Prefills at most `prefill_rows` new sequences, in a context of their own."""
     sampler = self._sampler
-    longest = max(len(sequence.ids) for sequence in sequences)
-    self.reserve(longest)
+    lengths = [len(sequence.ids) for sequence in sequences]
+    self.reserve(max(lengths))
     context = sampler.empty(sampler.prefill_rows, self.context.slots)
     return self._prefill(context, sequences)
 
@@ -101,7 +101,8 @@ class SlotGroup:
     """Prefills copies of at most `prefill_rows` rows of `home`, for the slots of the sequences."""
     sampler = self._sampler
     lengths = [sequence.length_with_ids for sequence in sequences]
-    self.reserve(max(home.context.slots, *lengths))
+    needed = max(home.context.slots, *lengths)
+    self.reserve(needed)
     context = sampler.take(home.context, slots)
     context = sampler.with_room(context, self.context.slots)
     prefilled = self._prefill(context, sequences)
@@ -130,7 +131,8 @@ class SlotGroup:
     for start in range(0, len(slots), size):
       part = slice(start, start + size)
       targets = slots[part]
-      self.context = sampler.put(self.context, taken, targets, sources[part])
+      rows = sources[part]
+      self.context = sampler.put(self.context, taken, targets, rows)
     for sequence, source in zip(sequences, sources):
       sequence.end_prefill(prefilled.result, source)
 
@@ -140,7 +142,8 @@ class SlotGroup:
     decoding = self.rows_in('decoding')
     steps = self._reserve_steps(decoding)
     inputs = self._decode_inputs(self.rows, sampler.width)
-    context, sampled = sampler.decode(self.params, self.context, inputs, steps, enough)
+    context = self.context
+    context, sampled = sampler.decode(self.params, context, inputs, steps, enough)
     self.context = context
     return sampled
 
