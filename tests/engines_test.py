@@ -278,6 +278,24 @@ class FleetTest(parameterized.TestCase):
     self.assertEqual([weights for _, weights in api.sampled], ['000003'])
     self.assertEqual(api.loads, ['000003', '000003'])
 
+  def test_end_of_run_waits_for_push(self):
+    begun, continues = threading.Event(), threading.Event()
+    api = FakeApi()
+
+    def slow_load(unused_send, unused_folder, label):
+      begun.set()
+      continues.wait(10)
+      api.name = label
+
+    api.load = slow_load
+    fleet = self.fleet(api)
+    weights = self.copy(parameters(0))
+    threading.Thread(target=fleet.sample, args=(REQUEST, weights, 0)).start()
+    begun.wait(10)
+    threading.Timer(0.1, continues.set).start()
+    fleet.__exit__()
+    self.assertNotEqual(api.name, 'default')
+
   def test_new_run_does_not_trust_labels_of_an_earlier_one(self):
     api = FakeApi()
     for _ in range(2):

@@ -223,7 +223,7 @@ class Batches:
 class RemoteBatches(Batches):
   """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
 
-  Nothing of it is a computation on devices. So it may run in a thread beside training, whatever the
+  Sampling runs no computation on devices. So it can run in a thread during training, with any
   number of devices and processes.
   """
 

@@ -98,7 +98,7 @@ class RemoteEngine:
     self._version = _UNKNOWN
     self._had_weights = False  # those of this run
     self._entrance = threading.Lock()  # each turn passes it; a push holds it
-    self._turn_ended = threading.Condition()
+    self._turn_ended = threading.Condition()  # its lock guards the version and the number of turns
     self._num_turns = 0  # in progress
     self._failure = http_client.Temporary('')  # the newest one
     self._retry_at = 0.0  # monotonic time until which it is raised again
@@ -148,6 +148,11 @@ class RemoteEngine:
       with self._failures():
         self._push(weights)
 
+  def await_push(self) -> None:
+    """Waits for a push in progress, which else could leave the engine paused."""
+    with self._entrance:
+      pass
+
   def _push(self, weights):
     """Loads the weights, unless the engine says that it has them.
 
@@ -168,8 +173,9 @@ class RemoteEngine:
       self._api.load(self._send_load, weights.folder, label)
       self.push_s += time.monotonic() - started
     self._had_weights = True
-    if self._version == _IN_QUESTION:
-      self._version = weights.version
+    with self._turn_ended:
+      if self._version == _IN_QUESTION:
+        self._version = weights.version
 
   def _check_owner(self, labels):
     """Raises a RunError if another run has replaced the weights of this one."""
@@ -223,7 +229,8 @@ class RemoteEngine:
     if reason.is_busy:
       self.answered_at = now
     else:
-      self._version = _UNKNOWN
+      with self._turn_ended:
+        self._version = _UNKNOWN
     cause = f'{reason}: {reason.text}' if reason.text else reason
     self._failure = http_client.Temporary(
         f'{self.address} failed ({cause})', is_silent=reason.is_silent, is_busy=reason.is_busy
@@ -348,6 +355,8 @@ class Fleet:
 
   def __exit__(self, *unused_error) -> None:
     self._is_over = True
+    for engine in self.engines:
+      engine.await_push()
     self.folders.remove()
 
   def check_stopped(self) -> bool:
