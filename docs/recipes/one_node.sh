@@ -6,8 +6,8 @@
 #     experiments/grpo_7b.py models/Qwen2.5-7B data/train.parquet,data/test.parquet \
 #     http://HOST:8000/retrieve runs/grpo_7b
 #
-# Further arguments go to run.py. A model of 7B fits on four GPUs of 80 GB without a critic, and a
-# model of 3B with a critic (experiments/st_ppo_7b.py), see --mode=plan.
+# Further arguments go to run.py, and VLLM_FLAGS to each engine. A model of 7B fits on four GPUs of
+# 80 GB without a critic or with LoRA, and a model of 3B fits with a critic, see --mode=plan.
 set -euo pipefail
 set -m  # each background job is a process group of its own, which can be ended as a whole
 
@@ -34,7 +34,7 @@ for gpu in 4 5 6 7; do
   while true; do
     CUDA_VISIBLE_DEVICES=$gpu VLLM_SERVER_DEV_MODE=1 "$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server \
       --host 127.0.0.1 --port "$port" --model "$model" --dtype bfloat16 --max-model-len 4096 \
-      --logprobs-mode processed_logprobs || true
+      --logprobs-mode processed_logprobs ${VLLM_FLAGS:-} || true
     sleep 5
   done >> "$workdir/engine_$gpu.log" 2>&1 &
   groups+=($!)
