@@ -53,8 +53,8 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     'textarena': textarena.make,
 }
 # Short name of `env.kind` -> environment class. A new built-in environment is added here.
-_MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
+_MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 
 
 @dataclasses.dataclass(frozen=True)

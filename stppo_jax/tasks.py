@@ -189,7 +189,9 @@ class TaskStream:
 def _shown(value) -> str:
   """Returns a value for a message; a long one in part."""
   text = repr(value)
-  return text if len(text) <= 200 else f'{text[:200]}..'
+  if len(text) <= 200:
+    return text
+  return f'{text[:200]}..'
 
 
 @contextlib.contextmanager

@@ -30,7 +30,9 @@ Rows = list[Sequence[str]]  # the rows of a table
 
 def text(first: str, second: str) -> str:
   """Returns the differences between two folders as tables."""
-  settings = _setting_rows(read_settings(first), read_settings(second))
+  first_settings = read_settings(first)
+  second_settings = read_settings(second)
+  settings = _setting_rows(first_settings, second_settings)
   first_path = newest_episodes(first)
   second_path = newest_episodes(second)
   first_episodes = read_episodes(first_path)
@@ -95,12 +97,9 @@ def paired(first: Samples, second: Samples, metric: str) -> list[statistics.Esti
 
 
 def _mean(episodes: Episodes, metric: str) -> float:
-  values = []
-  for episode in episodes:
-    value = episode.score
-    if metric != 'score':
-      value = episode.metrics.get(metric, 0.0)
-    values.append(value)
+  values = [episode.score for episode in episodes]
+  if metric != 'score':
+    values = [episode.metrics.get(metric, 0.0) for episode in episodes]
   return float(np.mean(values))
 
 
@@ -124,7 +123,8 @@ def _score_rows(first: Episodes, second: Episodes) -> Rows:
     if not shared:
       raise UserError('A and B have no question in common: evaluate them on the same split')
     for metric in [*metrics, 'score']:
-      cells = map(table.cell, paired(samples, other_samples, metric))
+      estimates = paired(samples, other_samples, metric)
+      cells = map(table.cell, estimates)
       rows.append((prefix + metric, str(len(shared)), *cells))
   return rows
 
@@ -134,5 +134,6 @@ def _outcome_rows(first: Episodes, second: Episodes) -> Rows:
   first_counts = outcomes.count(first)
   second_counts = outcomes.count(second)
   for name, number in first_counts.items():
-    rows.append((name, str(number), str(second_counts[name])))
+    second_number = second_counts[name]
+    rows.append((name, str(number), str(second_number)))
   return rows

@@ -72,7 +72,8 @@ def extract_answer(text: str) -> str | None:
   Thoughts do not count, because a model may quote its instructions there.
   """
   after_thoughts = text.rpartition('</think>')[2]
-  content, closing, _ = after_thoughts.partition('<answer>')[2].partition('</answer>')
+  after_tag = after_thoughts.partition('<answer>')[2]
+  content, closing, _ = after_tag.partition('</answer>')
   return content.strip() if closing else None
 
 
@@ -106,7 +107,8 @@ def resolve_choice(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]
   """
   if not task.options:
     return answer, task.answers
-  golds = (dict(task.options)[task.letter],)
+  text_by_letter = dict(task.options)
+  golds = (text_by_letter[task.letter],)
   texts = [text for _, text in task.options]
   for letter, text in task.options:
     match = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
@@ -164,7 +166,9 @@ def _as_list(golds):
 
 def _comparable(text):
   normalized = normalize_answer(text)
-  return (True, normalized) if normalized else (False, text.strip().lower())
+  if normalized:
+    return True, normalized
+  return False, text.strip().lower()
 
 
 def _word_f1(prediction, gold):
@@ -173,4 +177,5 @@ def _word_f1(prediction, gold):
   if not words or not gold_words:
     return exact_match(prediction, [gold])
   common = collections.Counter(words) & collections.Counter(gold_words)
-  return 2 * common.total() / (len(words) + len(gold_words))
+  total = len(words) + len(gold_words)
+  return 2 * common.total() / total

@@ -15,6 +15,7 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
+_Results = list[_Passages] | tuple[_Passages, ...]  # one per query
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
@@ -80,12 +81,13 @@ def step_all(
   built-in map, or the one of a pool of threads.
   """
   passages = _search(envs, actions)
-  others = [row for row in range(len(envs)) if row not in passages]
-  outcomes = map_all(lambda row: step(envs[row], actions[row]), others)
-  steps = dict(zip(others, outcomes))
+  rows = range(len(envs))
+  others = [row for row in rows if row not in passages]
+  step_row = lambda row: step(envs[row], actions[row])
+  steps = dict(zip(others, map_all(step_row, others)))
   for row, result in passages.items():
     steps[row] = step(envs[row], actions[row], passages=result)
-  return [steps[row] for row in range(len(envs))]
+  return [steps[row] for row in rows]
 
 
 def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]:
@@ -96,13 +98,15 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
     query = _query(env, action)
     if query is not None:
       queries[row] = query
-      rows_per_search[id(env.retriever), env.top_k].append(row)
+      search = (id(env.retriever), env.top_k)
+      rows_per_search[search].append(row)
 
   passages: dict[int, _Passages] = {}
   for (_, top_k), rows in rows_per_search.items():
     retriever = envs[rows[0]].retriever
-    results = retriever.search([queries[row] for row in rows], top_k)
-    is_list = types.is_of(results, list[_Passages] | tuple[_Passages, ...])
+    texts = [queries[row] for row in rows]
+    results = retriever.search(texts, top_k)
+    is_list = types.is_of(results, _Results)
     if not is_list or len(results) != len(rows):
       raise types.UserError(
           f'the retriever returned {reprlib.repr(results)} for {len(rows)} queries: a list of '
@@ -114,9 +118,9 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
 
 def _query(env, action):
   """Returns the query for the shared search, or None if the environment takes no part in it."""
-  if getattr(env, 'retriever', None) is None or not hasattr(env, 'top_k'):
-    return None
-  if not callable(getattr(env, 'query', None)):
+  has_retriever = getattr(env, 'retriever', None) is not None
+  has_query = callable(getattr(env, 'query', None))
+  if not (has_retriever and has_query and hasattr(env, 'top_k')):
     return None
   query, _ = _call(env, 'query', action)  # `step` may raise its error again
   return query

@@ -64,8 +64,9 @@ class Form:
 
   def declare(self) -> str:
     """Returns a text that tells the agent the tools and the form, for models without a template."""
-    lines = [json.dumps(tool, ensure_ascii=False) for tool in self._tools]
-    return '\n'.join([_DECLARATION, *lines, self.advice]) + '\n'
+    tools = [json.dumps(tool, ensure_ascii=False) for tool in self._tools]
+    lines = [_DECLARATION, *tools, self.advice]
+    return '\n'.join(lines) + '\n'
 
 
 def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:
@@ -123,7 +124,7 @@ class Llama3(Form):
         calls.append(Call('', {}, f'not JSON ({error}): {_show(body[end:])}'))
         break
       calls.append(_make_call(value, body, self.keys))
-      while end < len(body) and (body[end].isspace() or body[end] in ';,'):
+      while body[end : end + 1].isspace() or body[end : end + 1] in (';', ','):
         end += 1
     return content, tuple(calls)
 
@@ -135,7 +136,8 @@ class Tags(Form):
 
   def __init__(self, tools: Sequence[Schema] = ()):
     super().__init__(tools)
-    self._functions = {tool['function']['name']: tool['function'] for tool in tools}
+    functions = [tool['function'] for tool in tools]
+    self._functions = {function['name']: function for function in functions}
     self.stop_strings = tuple(f'</{name}>' for name in self._functions)
 
   def parse(self, text: str) -> Parsed:
@@ -194,7 +196,8 @@ FORMS: dict[str, type[Form]] = {'hermes': Hermes, 'llama3': Llama3, 'tags': Tags
 
 def properties(function: Mapping[str, Any]) -> dict[str, Any]:
   """Returns {parameter: schema} of a tool's 'function'."""
-  return (function.get('parameters') or {}).get('properties') or {}
+  parameters = function.get('parameters') or {}
+  return parameters.get('properties') or {}
 
 
 def _parse_blocks(
@@ -206,7 +209,8 @@ def _parse_blocks(
   are inside its strings. With `may_be_open` it also ends at another block's tag or the text's end.
   """
   thought, text = _split_thought(text)
-  pattern = '|'.join(map(re.escape, names)) or '(?!)'
+  any_name = '|'.join(map(re.escape, names))
+  pattern = any_name or '(?!)'
   tags = list(re.finditer(f'<(/?)({pattern})>', text))
   content = [thought]
   calls = []
@@ -217,7 +221,8 @@ def _parse_blocks(
       continue
     content.append(text[end : opening.start()])
     attempts = []
-    for tag in [*tags[i + 1 : i + 1 + _MAX_ENDS], None][:_MAX_ENDS]:
+    ends = [*tags[i + 1 : i + 1 + _MAX_ENDS], None]  # None: the end of the text
+    for tag in ends[:_MAX_ENDS]:
       stop = tag.start() if tag else len(text)
       body = text[opening.end() : stop]
       closes = tag is not None and tag[0] == f'</{name}>'
@@ -241,7 +246,7 @@ def _split_thought(text: str) -> tuple[str, str]:
   """Returns (text up to the first </think>, the rest). A turn that begins with a call has none."""
   before, tag, after = text.partition('</think>')
   start = text.lstrip()[:8]
-  begins_with_call = start[:1] in ('<', '{') and not start.startswith('<think>')
+  begins_with_call = start.startswith(('<', '{')) and not start.startswith('<think>')
   if not tag or begins_with_call:
     return '', text
   return before + tag, after
@@ -264,7 +269,9 @@ def _load(text: str) -> Any:
 
 def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
   """Returns the call in a JSON value. Its arguments are under one of `keys`, also as JSON text."""
-  name = value.get('name') if isinstance(value, dict) else None
+  name = None
+  if isinstance(value, dict):
+    name = value.get('name')
   if not isinstance(name, str) or not name:
     return Call('', {}, f'a JSON object with a "name" is needed: {_show(text)}')
   present = [value[key] for key in keys if key in value]
@@ -281,4 +288,6 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
 
 def _show(text: str) -> str:
   text = ' '.join(text[: 4 * _SHOWN_CHARS].split())
-  return text if len(text) <= _SHOWN_CHARS else f'{text[:_SHOWN_CHARS]}..'
+  if len(text) <= _SHOWN_CHARS:
+    return text
+  return f'{text[:_SHOWN_CHARS]}..'

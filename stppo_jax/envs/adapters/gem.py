@@ -16,7 +16,8 @@ from stppo_jax.envs import protocol
 def make(env_id: str) -> Callable[..., Any]:
   """Returns a function that makes the environment `env_id`. UserError: GEM has no such ID."""
   construct = packages.registry_constructor('gem', env_id)
-  return packages.adapt(GemEnv, construct, f'gem:{env_id}', env_id.replace('/', '_'))
+  dataset = env_id.replace('/', '_')
+  return packages.adapt(GemEnv, construct, f'gem:{env_id}', dataset)
 
 
 class GemEnv(packages.PackageEnv):
@@ -41,10 +42,13 @@ class GemEnv(packages.PackageEnv):
     """Plays one turn. GEM's games answer a text without a move with a negative reward."""
     observation, reward, terminated, truncated, info = self._env.step(action)
     reward = float(reward)
+    terminated = bool(terminated)
     self._moves += 1
     self._total_reward += reward
-    has_won = bool(terminated) and self._total_reward > 1 - 1e-6
+    has_won = terminated and self._total_reward > 1 - 1e-6
     metrics = packages.numbers(info)
-    metrics |= {'moves': float(self._moves), 'success': float(has_won)}
-    info = info | {'metrics': metrics, 'action': 'invalid' if reward < 0 else 'move'}
-    return observation, reward, bool(terminated), bool(truncated), info
+    metrics['moves'] = float(self._moves)
+    metrics['success'] = float(has_won)
+    action = 'invalid' if reward < 0 else 'move'
+    info = info | {'metrics': metrics, 'action': action}
+    return observation, reward, terminated, bool(truncated), info
