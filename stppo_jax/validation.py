@@ -6,7 +6,6 @@ the objective are resolved. An error is one line: given, allowed, what to do.
 
 from collections.abc import Iterator
 import dataclasses
-import functools
 import json
 import math
 import operator
@@ -698,4 +697,4 @@ def _check_adapters(config: Config) -> None:
 
 def get(config: Config, path: str):
   """Returns the field at a dotted path: get(config, 'train.updates')."""
-  return functools.reduce(getattr, path.split('.'), config)
+  return operator.attrgetter(path)(config)
