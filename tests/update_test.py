@@ -744,16 +744,12 @@ class ShardingTest(absltest.TestCase):
   def test_a_smaller_mesh_over_several_processes_is_refused(self):
     """Also where they are only planned for: this process is alone."""
     devices = [mock.Mock(process_index=i // 4) for i in range(8)]
-    with self.assertRaisesRegex(ValueError, 'needs 4 devices, and there are 8'):
+    with self.assertRaisesRegex(ValueError, 'does not fit 8 devices'):
       sharding.make_mesh(1, 4, 1, devices)
 
   def test_bad_meshes_are_refused_in_one_line(self):
-    for sizes, message in (
-        ((3, 1, 3), 'needs 9 devices, and there are 8'),
-        ((3, -1, 1), '3 does not divide the 8 devices'),
-        ((-1, -1, 1), 'at most one of them is -1'),
-    ):
-      with self.assertRaisesRegex(ValueError, message):
+    for sizes in ((3, 1, 3), (3, -1, 1), (-1, -1, 1), (0, 1, 1)):
+      with self.assertRaisesRegex(ValueError, '^[^\n]* does not fit 8 devices[^\n]*$'):
         sharding.make_mesh(*sizes)
     with self.assertRaisesRegex(ValueError, 'micro_batch=6 rows cannot be split over .* 8 devices'):
       sharding.check_rows(sharding.make_mesh(8, 1, 1), micro_batch=6)

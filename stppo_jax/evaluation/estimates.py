@@ -79,7 +79,8 @@ def groups(samples: Samples) -> list[Group]:
   by_turns: dict[int, dict[str, list[types.Episode]]] = collections.defaultdict(dict)
   for question, episodes in samples.items():
     for episode in episodes:
-      by_turns[len(episode.turns)].setdefault(question, []).append(episode)
+      part = by_turns[len(episode.turns)]
+      part.setdefault(question, []).append(episode)
   for turns in sorted(by_turns):
     name = '1 turn' if turns == 1 else f'{turns} turns'
     result.append(_group(name, list(by_turns[turns].values()), has_passes=False))
@@ -101,11 +102,14 @@ def _group(name, questions, weigh_datasets=False, has_passes=True):
   """
   by_dataset = _split(questions, lambda task: task.dataset).values()
   questions = [samples for part in by_dataset for samples in part]
-  ends = np.cumsum([len(part) for part in by_dataset])[:-1]
+  sizes = [len(part) for part in by_dataset]
+  ends = np.cumsum(sizes)[:-1]
 
   def mean(values):
     """Returns the mean of values [.., questions]."""
-    parts = np.split(values, ends, axis=-1) if weigh_datasets else [values]
+    if not weigh_datasets:
+      return values.mean(axis=-1)
+    parts = np.split(values, ends, axis=-1)
     means = [part.mean(axis=-1) for part in parts]
     return np.mean(means, axis=0)
 
@@ -129,7 +133,8 @@ def _scores(questions):
     for name in names:
       values = [episode.metrics.get(name, 0.0) for episode in samples]
       columns[name].append(np.mean(values))
-    columns['score'].append(np.mean([episode.score for episode in samples]))
+    scores = [episode.score for episode in samples]
+    columns['score'].append(np.mean(scores))
   return columns
 
 
@@ -144,6 +149,6 @@ def _passes(questions):
     passed = sum(episode.main_score >= PASSING for episode in samples)
     counts.append((len(samples), passed))
   for k in ks(fewest):
-    columns[f'pass@{k}'] = [pass_at_k(n, passed, k) for n, passed in counts]
-    columns[f'pass^{k}'] = [pass_hat_k(n, passed, k) for n, passed in counts]
+    for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
+      columns[f'{label}{k}'] = [function(n, passed, k) for n, passed in counts]
   return columns

@@ -75,7 +75,8 @@ class EvaluationFolder:
       provenance.record(self.path)
       with open(self._lines, 'ab+') as self._file:
         self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b'\n') + 1)  # a killed job leaves half a line
+        end = self._file.read().rfind(b'\n') + 1
+        self._file.truncate(end)  # a killed job leaves half a line
         yield
 
   def add(self, played: PlayedRow) -> None:

@@ -94,8 +94,7 @@ class RemotePlayer(players.Player):
     eval_rows = self._config.eval.rows
     episodes: list[types.Episode] = []
     failed: list[records.PlayedRow] = []
-    unanswered = 0
-    reason: Exception | None = None
+    unanswered: list[Exception] = []
     in_a_row = 0  # episodes without an answer
     waiting: queue.SimpleQueue[records.Row] = queue.SimpleQueue()
     ended: queue.SimpleQueue[records.PlayedRow | Exception] = queue.SimpleQueue()
@@ -117,8 +116,7 @@ class RemotePlayer(players.Player):
           continue
         num_left -= 1
         if isinstance(outcome, client_lib.UnansweredError):
-          reason = outcome
-          unanswered += 1
+          unanswered.append(outcome)
           in_a_row += 1
           continue
         if isinstance(outcome, Exception):
@@ -133,8 +131,8 @@ class RemotePlayer(players.Player):
       self._abandoned.set()
     if unanswered:
       raise RunError(
-          f'{self._config.eval.address} gave no answer to {unanswered} of {len(rows)} episodes '
-          f'({reason}): the same command plays them again'
+          f'{self._config.eval.address} gave no answer to {len(unanswered)} of {len(rows)} '
+          f'episodes ({unanswered[-1]}): the same command plays them again'
       )
     players.check_failures(self._config, episodes)
     yield from failed

@@ -25,7 +25,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   environment raised keeps the rewards before. A metric that an episode never reported counts as 0.
   Means are over rows. Rows of an agent that never moved are left out.
   """
-  outcome_counts = outcomes.count([_alone(episode) for episode in episodes])
+  rows = list(map(_alone, episodes))
+  outcome_counts = outcomes.count(rows)
   episodes = [episode for episode in episodes if not episode.absent]
   datasets = dict.fromkeys(episode.task.dataset for episode in episodes)
   core_names = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
@@ -58,7 +59,9 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     for name, number in numbers.items():
       values[f'val-aux/{name}'].append(number)
 
-  means = {name: float(np.mean(x)) for name, x in values.items()}
+  means = {}
+  for name, reported_values in values.items():
+    means[name] = float(np.mean(reported_values))
   for name in (*core_names, 'score'):
     columns = [f'val-core/{dataset}/{name}' for dataset in datasets]
     parts = [means[column] for column in columns if column in means]

@@ -55,15 +55,12 @@ def causal(
   chex.assert_equal_shape([k, v])
   if backend == 'plain':
     return _plain(q, k, v, segments, chunk)
-  kernels = {'splash': _splash, 'cudnn': _cudnn}
-  attend = kernels[backend]
-  if row_sharding is None:
-    platform = jax.devices()[0].platform
-    return attend(q, k, v, segments, platform)
-  platform = row_sharding.mesh.devices.flat[0].platform
-  attend = functools.partial(attend, platform=platform)
-  num_kv_heads = k.shape[2]
-  attend = _on_each_device(attend, row_sharding, num_kv_heads)
+  devices = jax.devices() if row_sharding is None else row_sharding.mesh.devices.flat
+  kernel = {'splash': _splash, 'cudnn': _cudnn}[backend]
+  attend = functools.partial(kernel, platform=devices[0].platform)
+  if row_sharding is not None:
+    num_kv_heads = k.shape[2]
+    attend = _on_each_device(attend, row_sharding, num_kv_heads)
   return attend(q, k, v, segments)
 
 
@@ -236,13 +233,13 @@ def _plain(q, k, v, segments, chunk):
 
 def _attend_block(q, k, v, segments, first, chunk):
   """Attends a block of queries, which begins at column `first`, to all keys, in chunks."""
-  rows, heads, group, num_queries, width = q.shape
+  num_queries = q.shape[3]
   num_keys = k.shape[2]
   if not chunk:
     mask = causal_mask(num_keys, segments, first, num_queries)
     return _attend(q, k, v, mask)
   firsts = jnp.arange(first, num_keys, chunk)
-  chunks = q.reshape(rows, heads, group, len(firsts), chunk, width)
+  chunks = q.reshape(*q.shape[:3], len(firsts), chunk, -1)
   chunks = jnp.moveaxis(chunks, 3, 0)
 
   @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -360,7 +357,10 @@ def _attend_backward(residuals, d):
   d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * scale
   d_k = _over_queries(d_scores, q * scale)
   d_v = _over_queries(weights, d)
-  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+  d_q = d_q.astype(q.dtype)
+  d_k = d_k.astype(k.dtype)
+  d_v = d_v.astype(v.dtype)
+  return d_q, d_k, d_v, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -473,7 +473,8 @@ def angles(positions: jax.Array | np.ndarray, radians: np.ndarray) -> tuple[Any,
 def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:
   """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions."""
   cos, sin = rope
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  x_float32 = x.astype(jnp.float32)
+  a, b = jnp.split(x_float32, 2, axis=-1)
   rotated_a = a * cos - b * sin
   rotated_b = b * cos + a * sin
   rotated = jnp.concatenate([rotated_a, rotated_b], axis=-1)

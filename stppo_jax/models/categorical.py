@@ -38,11 +38,13 @@ def _statistics(logits, tokens, ids):
 
 def _forward(logits, tokens, ids):
   peak = logits.max(axis=-1)
-  total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
+  exponentials = jnp.exp(logits - peak[..., None])
+  total = jnp.sum(exponentials, axis=-1)
   log_sum = jnp.log(total)
   log_probs = _log_probs(logits, peak, log_sum)
   is_token = ids == tokens[..., None]
-  logp = jnp.sum(jnp.where(is_token, log_probs, 0), axis=-1)
+  at_token = jnp.where(is_token, log_probs, 0)
+  logp = jnp.sum(at_token, axis=-1)
   probs = jnp.exp(log_probs)
   entropy = -jnp.sum(probs * log_probs, axis=-1)
   residuals = (logits, tokens, ids, peak, log_sum, entropy)
@@ -90,11 +92,10 @@ def head_logp_and_entropy(
   """
   chex.assert_rank([x, kernel, tokens], [2, 2, 1])
   vocab_size = len(kernel)
-  shards = _num_shards(row_sharding)
-  part_size = -(-vocab_size // (num_parts * shards))  # columns per part and shard
-  padding = part_size * num_parts * shards - vocab_size
-  parts = _cut(jnp.pad(kernel, ((0, padding), (0, 0))), num_parts, shards)
-  ids = _cut(jnp.arange(vocab_size + padding), num_parts, shards)
+  parts = _cut(kernel, num_parts, row_sharding)
+  ids = _cut(jnp.arange(vocab_size), num_parts, row_sharding, padding_id=vocab_size)
+  has_padding = ids.size > vocab_size
+  part_size = parts.shape[1] // _num_shards(row_sharding)  # columns per part and shard
   dtype = x.dtype
   x = x.astype(jnp.float32)  # so that its gradient is summed over the parts in float32
 
@@ -102,15 +103,16 @@ def head_logp_and_entropy(
   def statistics_of_part(part_and_ids):
     part, ids = part_and_ids
     logits = _part_logits(x, part, dtype, row_sharding) / temperature
-    if padding:
+    if has_padding:
       logits = jnp.where(ids < vocab_size, logits, NEVER)
     return _statistics(logits, tokens, ids)
 
   logp, entropy, log_sum = jax.lax.map(statistics_of_part, (parts, ids))  # [parts,X]
   log_share = log_sum - jax.nn.logsumexp(log_sum, axis=0)
   is_in_part = tokens // part_size % num_parts == jnp.arange(num_parts)[:, None]
-  logp = jnp.sum(jnp.where(is_in_part, logp + log_share, 0), axis=0)
-  return logp, jnp.sum(jnp.exp(log_share) * (entropy - log_share), axis=0)
+  logp = jnp.where(is_in_part, logp + log_share, 0)
+  entropy = jnp.exp(log_share) * (entropy - log_share)
+  return jnp.sum(logp, axis=0), jnp.sum(entropy, axis=0)
 
 
 def head_kl(
@@ -132,13 +134,9 @@ def head_kl(
   """
   chex.assert_rank([x, kernel, reference_x, reference_kernel], 2)
   vocab_size = len(kernel)
-  shards = _num_shards(row_sharding)
-  padding = -vocab_size % (num_parts * shards)
-  kernels = []
-  for whole in (kernel, reference_kernel):
-    padded = jnp.pad(whole, ((0, padding), (0, 0)))
-    kernels.append(_cut(padded, num_parts, shards))
-  ids = _cut(jnp.arange(vocab_size + padding), num_parts, shards)
+  kernels = _cut(kernel, num_parts, row_sharding)
+  reference_kernels = _cut(reference_kernel, num_parts, row_sharding)
+  ids = _cut(jnp.arange(vocab_size), num_parts, row_sharding, padding_id=vocab_size)
   dtype = x.dtype
   x = x.astype(jnp.float32)  # so that its gradient is summed over the parts in float32
 
@@ -150,10 +148,14 @@ def head_kl(
     is_token = ids < vocab_size
     logits = jnp.where(is_token, logits, NEVER)
     reference = jnp.where(is_token, reference, NEVER)
-    gap = jnp.sum(jax.nn.softmax(reference) * (reference - logits), axis=-1)
-    return gap, jax.nn.logsumexp(logits, axis=-1), jax.nn.logsumexp(reference, axis=-1)
+    probs = jax.nn.softmax(reference)
+    gap = jnp.sum(probs * (reference - logits), axis=-1)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    reference_sum = jax.nn.logsumexp(reference, axis=-1)
+    return gap, log_sum, reference_sum
 
-  gap, log_sum, reference_sum = jax.lax.map(sums_of_part, (*kernels, ids))  # [parts,X]
+  parts = (kernels, reference_kernels, ids)
+  gap, log_sum, reference_sum = jax.lax.map(sums_of_part, parts)  # [parts,X]
   total = jax.nn.logsumexp(log_sum, axis=0)
   reference_total = jax.nn.logsumexp(reference_sum, axis=0)
   share = jnp.exp(reference_sum - reference_total)
@@ -164,9 +166,13 @@ def _num_shards(row_sharding):
   return 1 if row_sharding is None else row_sharding.mesh.shape['tensor']
 
 
-def _cut(columns, num_parts, shards):
-  """Cuts [V,..] into [parts,v,..]. Each shard of `tensor` has its share of every part."""
+def _cut(columns, num_parts, row_sharding, padding_id=0):
+  """Cuts [V,..], padded, into [parts,v,..]. Each shard of `tensor` has its share of every part."""
+  shards = _num_shards(row_sharding)
   rest = columns.shape[1:]
+  padding = [(0, 0)] * columns.ndim
+  padding[0] = (0, -len(columns) % (num_parts * shards))
+  columns = jnp.pad(columns, padding, constant_values=padding_id)
   columns = columns.reshape(shards, num_parts, -1, *rest)
   columns = columns.swapaxes(0, 1)
   return columns.reshape(num_parts, -1, *rest)

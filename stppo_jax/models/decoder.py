@@ -90,7 +90,7 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   d = config.d_model
   v = config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
-  rope = _rope(config, None, 1)
+  rope = _rope_table(config, 1)
   block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))
 
   def init_layer(layer_key):
@@ -108,7 +108,8 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
     params['lm_head'] = {'kernel': kernel}
   if config.head in ('value', 'both'):
     n = len(config.value_labels)
-    params['value_head'] = {'kernel': jnp.zeros((d, n), dtype), 'bias': jnp.zeros((n,), dtype)}
+    kernel = jnp.zeros((d, n), dtype)
+    params['value_head'] = {'kernel': kernel, 'bias': jnp.zeros((n,), dtype)}
   return params
 
 
@@ -128,7 +129,10 @@ def trunk(
   replays the experts that an earlier pass chose. Without experts the Routing is None.
   """
   chex.assert_rank(tokens, 2)
-  rope = _rope(config, positions, tokens.shape[1])
+  if positions is None:
+    rope = _rope_table(config, tokens.shape[1])
+  else:
+    rope = attention.angles(positions, _frequencies(config))
   x = _embed(params, config, tokens)
   if routes is not None:
     routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
@@ -140,26 +144,32 @@ def cached_trunk(
     params: Params,
     config: ModelConfig,
     tokens: jax.Array,
-    positions: jax.Array | None,
     cache: KVCache,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, moe.Routing | None]:
   """Runs the layers on a chunk of each row [B,T]: returns (x [B,T,D], cache, Routing).
 
   Row b's chunk is written to slots length[b], length[b] + 1, .. and each token attends to all live
-  slots up to its own. `positions` None means the slots. `lengths` [B] is the number of real tokens
-  of the chunk (default: T). The tail of a chunk leaves garbage behind the new length, which the
-  next write overwrites; writes past the last slot are dropped. The outputs of the tail are garbage
-  too. A row with length 0 does not change.
+  slots up to its own. A token's position is its slot. `lengths` [B] is the number of real tokens of
+  the chunk (default: T). The tail of a chunk leaves garbage behind the new length, which the next
+  write overwrites; writes past the last slot are dropped. The outputs of the tail are garbage too.
+  A row with length 0 does not change.
+
+  Choice: the rotary angles are looked up in a constant table. XLA would duplicate computed angles
+  into every use on a CPU and take a cosine per layer, head and row: 8% of an update.
   """
   chex.assert_rank(tokens, 2)
-  slots = cache.length[:, None] + jnp.arange(tokens.shape[1])
+  length = tokens.shape[1]
+  slots = cache.length[:, None] + jnp.arange(length)
   if lengths is None:
-    lengths = jnp.full_like(cache.length, tokens.shape[1])
-  rope = _rope(config, positions, cache.v[0].shape[2], slots)
+    lengths = jnp.full_like(cache.length, length)
+  num_slots = cache.v[0].shape[2]
+  table = _rope_table(config, num_slots)
+  rope = tuple(jnp.asarray(column[0])[slots] for column in table)
   x = _embed(params, config, tokens)
   x, k, v, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
-  return _final_norm(params, config, x), KVCache(k, v, cache.length + lengths), routing
+  x = _final_norm(params, config, x)
+  return x, KVCache(k, v, cache.length + lengths), routing
 
 
 def forward(
@@ -174,11 +184,13 @@ def forward(
 
   Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project.
   `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
+  With a cache, positions are the slots.
   """
   if cache is None:
     x, _ = trunk(params, config, tokens, positions)
   else:
-    x, cache, _ = cached_trunk(params, config, tokens, positions, cache, lengths)
+    assert positions is None, 'with a cache, positions are the slots'
+    x, cache, _ = cached_trunk(params, config, tokens, cache, lengths)
   if config.head == 'value':
     return value_of(params, x), cache
   return token_logits(params, config, x), cache
@@ -189,8 +201,9 @@ def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
 
   A reload in vLLM 0.32 on CPUs misses the output matrix of a folder without one.
   """
+  config = dataclasses.replace(config, tie_embeddings=False)
   kernel = params['embed']['embedding'].T
-  return dataclasses.replace(config, tie_embeddings=False), params | {'lm_head': {'kernel': kernel}}
+  return config, params | {'lm_head': {'kernel': kernel}}
 
 
 def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
@@ -226,9 +239,14 @@ def value_of(params: Params, x: jax.Array) -> jax.Array:
 def state_values(params: Params, x: jax.Array) -> jax.Array:
   """Returns `value_of` x [B,T,D]: column t is the state before token t, and column 0 is 0."""
   chex.assert_rank(x, 3)
-  outputs = value_of(params, x[:, :-1])
-  padding = ((0, 0), (1, 0), (0, 0))
-  return jnp.pad(outputs, padding[: outputs.ndim])
+  return _pad_first(value_of(params, x[:, :-1]))
+
+
+def _pad_first(x):
+  """Returns x [B,T-1,..] with a column of zeros in front: column t belongs to token t."""
+  padding = [(0, 0)] * x.ndim
+  padding[1] = (1, 0)
+  return jnp.pad(x, padding)
 
 
 def token_logp(
@@ -250,7 +268,7 @@ def token_logp(
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
-  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
+  x = _pad_first(x[:, :-1])  # column t: the state before token t
   if chunk is None or chunk >= length:
     name = 'embed' if config.tie_embeddings else 'lm_head'
     head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
@@ -287,10 +305,11 @@ def uniform_logp(
   """
   head = _head_rows(params, config)
   mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
-  own_rows = head[tokens].astype(config.dtype).astype(jnp.float32)
-  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
-  difference = mean_row - own_rows
-  gap = jnp.einsum('btd,btd->bt', x.astype(jnp.float32), difference, precision='highest')
+  own_rows = head[tokens].astype(config.dtype)
+  own_rows = own_rows.astype(jnp.float32)
+  x = _pad_first(x[:, :-1])  # column t: the state before token t
+  x = x.astype(jnp.float32)
+  gap = jnp.einsum('btd,btd->bt', x, mean_row - own_rows, precision='highest')
   return jax.lax.stop_gradient(logp + gap / temperature)
 
 
@@ -323,7 +342,7 @@ def reference_kl(
       config.row_sharding,
   )
   kl = kl.reshape(x.shape[:2])
-  return jnp.pad(kl[:, :-1], ((0, 0), (1, 0)))
+  return _pad_first(kl[:, :-1])
 
 
 def _head_rows(params, config):
@@ -333,16 +352,15 @@ def _head_rows(params, config):
   return params['lm_head']['kernel'].T
 
 
-def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) -> KVCache:
+def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
   """Returns an empty cache for `rows` rows of `slots` slots, rounded up to whole tiles."""
-  dtype = dtype or config.dtype
   tile = config.cache_tile or slots
   tiles = -(-slots // tile)
   heads = config.num_kv_heads
   width = config.head_dim
 
   def empty(*shape):
-    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
 
   return KVCache(
       k=empty(rows, heads, tiles, width, tile),
@@ -422,12 +440,15 @@ def _cached_layers(layers, config, x, rope, slots, cache):
 
   The layers are unrolled, because a scan would copy the cache.
   """
-  chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
+  rows = len(x)
+  chex.assert_shape(cache.k[0], (rows, config.num_kv_heads, None, config.head_dim, None))
   keys = []
   values = []
   routings = []
-  for layer, k, v in zip(_unstack(layers, config), cache.k, cache.v, strict=True):
-    x, (k, v), routing = _apply(config, layer, x, rope, layer_cache=(k, v), slots=slots)
+  layers = _unstack(layers, config)
+  for layer, layer_cache in zip(layers, zip(cache.k, cache.v), strict=True):
+    x, layer_cache, routing = _apply(config, layer, x, rope, layer_cache=layer_cache, slots=slots)
+    k, v = layer_cache
     keys.append(k)
     values.append(v)
     routings.append(routing)
@@ -444,23 +465,22 @@ def _apply(config, layer, x, *args, **kwargs):
 def _unstack(layers, config):
   if isinstance(layers, tuple):
     return layers
-  return tuple(jax.tree.map(lambda w: w[l], layers) for l in range(config.num_layers))
+
+  def layer(l):
+    return jax.tree.map(lambda w: w[l], layers)
+
+  return tuple(map(layer, range(config.num_layers)))
 
 
 def _stack(trees):
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _rope(config, positions, num_slots, slots=None):
-  """Returns (cos, sin) [B or 1,T,1,H/2] of the positions, the slots, or 0 to num_slots - 1.
+def _rope_table(config, length):
+  """Returns (cos, sin) [1,T,1,H/2] of the positions 0 to length - 1, as constants."""
+  positions = np.arange(length)
+  return attention.angles(positions[None], _frequencies(config))
 
-  Choice: slots are looked up in a constant table. XLA would duplicate computed angles into every
-  use on a CPU and take a cosine per layer, head and row: 8% of an update.
-  """
-  radians = attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-  if positions is not None:
-    return attention.angles(positions, radians)
-  table = attention.angles(np.arange(num_slots)[None], radians)
-  if slots is None:
-    return table
-  return tuple(jnp.asarray(column[0])[slots] for column in table)
+
+def _frequencies(config):
+  return attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)

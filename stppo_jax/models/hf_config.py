@@ -16,8 +16,15 @@ from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
-# model_type -> prefix of the classes' names in transformers.
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
+# The keys of ModelConfig.rope_scaling in config.json.
+_LLAMA3_SCALING = (
+    'factor',
+    'low_freq_factor',
+    'high_freq_factor',
+    'original_max_position_embeddings',
+)
+# model_type -> prefix of the classes' names in transformers.
 FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'qwen3_moe': 'Qwen3Moe', 'llama': 'Llama'}
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -163,14 +170,7 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
   kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
   rope_scaling = None
   if config.rope_scaling is not None:
-    factor, low, high, original = config.rope_scaling
-    rope_scaling = {
-        'rope_type': 'llama3',
-        'factor': factor,
-        'low_freq_factor': low,
-        'high_freq_factor': high,
-        'original_max_position_embeddings': original,
-    }
+    rope_scaling = {'rope_type': 'llama3'} | dict(zip(_LLAMA3_SCALING, config.rope_scaling))
   raw = {
       'architectures': [FAMILIES[config.family] + kind],
       'model_type': config.family,
@@ -422,9 +422,9 @@ def _rope(path, raw):
         f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
         'choose another model or remove the scaling'
     )
-  names = ('factor', 'low_freq_factor', 'high_freq_factor')
+  *names, last = _LLAMA3_SCALING
   factors = [_number(path, rope, name, None, float) for name in names]
-  original = _number(path, rope, 'original_max_position_embeddings')
+  original = _number(path, rope, last)
   return theta, (*factors, original)
 
 

@@ -84,7 +84,8 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    scale = self.param('scale', nn.initializers.ones, x.shape[-1:], self.config.param_dtype)
+    width = x.shape[-1:]
+    scale = self.param('scale', nn.initializers.ones, width, self.config.param_dtype)
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(y * y, -1, keepdims=True)
     y = y * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)

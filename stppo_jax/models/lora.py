@@ -23,6 +23,7 @@ import safetensors.numpy
 from stppo_jax.types import UserError
 
 Params = dict[str, Any]  # a tree of arrays or of their shapes
+_ADAPTER = ('lora_a', 'lora_b')
 # PEFT's name -> (path of the kernel within `layers`, number of its axes that x is contracted with).
 TARGETS = {
     'q_proj': ('attention/query', 1),
@@ -67,7 +68,9 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
 def product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns (x A) B for one layer: x [X,in], A [in..,r], B [r,out..] -> [X,out]."""
   rank = len(b)
-  return x @ a.reshape(-1, rank) @ b.reshape(rank, -1)
+  a = a.reshape(-1, rank)
+  b = b.reshape(rank, -1)
+  return x @ a @ b
 
 
 def combine(base: Params, trained: Params) -> Params:
@@ -84,14 +87,16 @@ def split(params: Params) -> tuple[Params, Params]:
   small to change a bfloat16.
   """
   base = dict(params)
-  trained = {'value_head': base.pop('value_head')} if 'value_head' in base else {}
+  trained = {}
+  if 'value_head' in base:
+    trained['value_head'] = base.pop('value_head')
   return base, jax.tree.map(_float32, trained)
 
 
 def merge(base: Params, trained: Params, scale: float) -> Params:
   """Returns parameters without adapters: W + scale A B, in W's dtype, for each adapted kernel W."""
   flat = traverse_util.flatten_dict(combine(base, trained))
-  merged = {path: leaf for path, leaf in flat.items() if path[-1] not in ('lora_a', 'lora_b')}
+  merged = {path: leaf for path, leaf in flat.items() if path[-1] not in _ADAPTER}
   for path, a in flat.items():
     if path[-1] != 'lora_a':
       continue
@@ -102,16 +107,16 @@ def merge(base: Params, trained: Params, scale: float) -> Params:
     a = a.reshape(num_layers, -1, rank)
     b = b.reshape(num_layers, rank, -1)
     change = scale * jnp.einsum('lir,lro->lio', a, b, precision='highest')
-    merged[*module, 'kernel'] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
+    adapted = kernel + change.reshape(kernel.shape)
+    merged[*module, 'kernel'] = adapted.astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
 
 
 def adapters(params: Params) -> Params:
   """Returns the adapters of `combine`d parameters alone."""
   flat = traverse_util.flatten_dict(params)
-  return traverse_util.unflatten_dict(
-      {path: leaf for path, leaf in flat.items() if path[-1] in ('lora_a', 'lora_b')}
-  )
+  parts = {path: leaf for path, leaf in flat.items() if path[-1] in _ADAPTER}
+  return traverse_util.unflatten_dict(parts)
 
 
 def save_peft(folder: str, adapters: Params, scale: float) -> None:
@@ -129,8 +134,10 @@ def save_peft(folder: str, adapters: Params, scale: float) -> None:
     parent = 'self_attn' if part == 'attention' else part
     for layer, (a, b) in enumerate(zip(adapter['lora_a'], adapter['lora_b'])):
       prefix = f'base_model.model.model.layers.{layer}.{parent}.{name}'
-      tensors[f'{prefix}.lora_A.weight'] = np.ascontiguousarray(a.reshape(-1, rank).T)
-      tensors[f'{prefix}.lora_B.weight'] = np.ascontiguousarray(b.reshape(rank, -1).T)
+      a = a.reshape(-1, rank)
+      b = b.reshape(rank, -1)
+      tensors[f'{prefix}.lora_A.weight'] = np.ascontiguousarray(a.T)
+      tensors[f'{prefix}.lora_B.weight'] = np.ascontiguousarray(b.T)
   safetensors.numpy.save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'))
   settings = {
       'peft_type': 'LORA',

@@ -11,6 +11,7 @@ Routing replay (Zheng et al., arXiv 2507.18071, section 5.3) repeats the choices
 Einsum letters are those of `types.py`: E experts, A of them active per token.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -80,7 +81,7 @@ def experts(
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
-    kernels: tuple[jax.Array, jax.Array, jax.Array],
+    kernels: Sequence[jax.Array],
     row_sharding: NamedSharding | None = None,
 ) -> jax.Array:
   """Returns the sum over the chosen experts of weight times down(silu(gate(x)) * up(x)).
@@ -130,21 +131,24 @@ class Experts(nn.Module):
     Choice: the router computes in float32, because bfloat16 makes many experts equal.
     """
     config = self.config
-    d, f, e = config.d_model, config.d_ff, config.num_experts
+    d = config.d_model
+    f = config.d_ff
+    e = config.num_experts
     exact = dataclasses.replace(config, dtype='float32')
     router = layers.Project(exact, (d, e), precision='highest', name='router')
     logits = router(x.astype(jnp.float32))
-    stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
-    shapes = ((e, d, f), (e, d, f), (e, f, d))
-    kernels = tuple(
-        self.param(name, nn.initializers.normal(stddev), shape, config.param_dtype)
-        for name, stddev, shape in zip(KERNELS, stddevs, shapes)
-    )
+
+    def kernel(name, shape, stddev):
+      return self.param(name, nn.initializers.normal(stddev), shape, config.param_dtype)
+
+    gate = kernel('gate', (e, d, f), 0.02)
+    up = kernel('up', (e, d, f), 0.02)
+    down = kernel('down', (e, f, d), 0.02 / math.sqrt(2 * config.num_layers))
     weights, routing = route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
     if self.is_initializing():  # under vmap, which a sharded sort does not support
       return x, routing
-    gate, up, down = (kernel.astype(config.dtype) for kernel in kernels)
-    y = experts(x, weights, routing.chosen, (gate, up, down), config.row_sharding)
+    kernels = [kernel.astype(config.dtype) for kernel in (gate, up, down)]
+    y = experts(x, weights, routing.chosen, kernels, config.row_sharding)
     return y, routing
 
 
@@ -175,11 +179,12 @@ def routing_sums(routing: Routing, live: jax.Array, num_experts: int) -> dict[st
   is_chosen = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
   is_counted = is_chosen & live[..., None, None]
   replaced = routing.replaced * live  # [L,B,T]
+  is_changed = (replaced > 0).any(axis=0)
   return {
       'tokens': jnp.sum(is_counted, axis=(1, 2, 3), dtype=jnp.float32),
       'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
       'replaced': jnp.sum(replaced) / len(replaced),
-      'changed': jnp.sum((replaced > 0).any(axis=0), dtype=jnp.float32),
+      'changed': jnp.sum(is_changed, dtype=jnp.float32),
   }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
 
 from stppo_jax.types import UserError
 
@@ -59,25 +60,22 @@ def make_mesh(
   """
   if devices is None:
     devices = jax.devices()
+  sizes = (data, fsdp, tensor)
+  num_used = math.prod(sizes)
   num_processes = len({device.process_index for device in devices})
-  sizes = [data, fsdp, tensor]
-  setting = f'config.mesh (data={data}, fsdp={fsdp}, tensor={tensor})'
-  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-    raise UserError(f'{setting}: sizes are at least 1, and at most one of them is -1')
-  known = math.prod(size for size in sizes if size != -1)
-  if -1 in sizes:
-    if len(devices) % known:
-      raise UserError(f'{setting}: {known} does not divide the {len(devices)} devices')
-    sizes[sizes.index(-1)] = len(devices) // known
-  elif known > len(devices) or known < len(devices) and num_processes > 1:
+  used = devices
+  if num_used > 0 and num_processes == 1:
+    used = devices[:num_used]
+  try:
+    grid = np.array(used).reshape(sizes)
+  except ValueError:
     raise UserError(
-        f'{setting} needs {known} devices, and there are {len(devices)}: '
-        'set one axis to -1 to take what is left'
-    )
-  devices = devices[: math.prod(sizes)]
-  return jax.make_mesh(
-      tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices
-  )
+        f'config.mesh (data={data}, fsdp={fsdp}, tensor={tensor}) does not fit {len(devices)} '
+        'devices: the sizes are at least 1 and their product is the number of devices, where one '
+        'of them may be -1 and takes what is left'
+    ) from None
+  axis_types = (jax.sharding.AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(grid.shape, AXES, axis_types=axis_types, devices=used)
 
 
 def check_rows(mesh: jax.sharding.Mesh, **counts: int) -> None:
@@ -148,14 +146,17 @@ def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None =
 
 def shapes(tree: Any) -> Any:
   """Returns the ShapeDtypeStructs of arrays, with their shardings."""
-  return placed(tree, jax.tree.map(lambda x: x.sharding, tree))
+  shardings = jax.tree.map(lambda x: x.sharding, tree)
+  return placed(tree, shardings)
 
 
 def placed(tree: Any, shardings: Any) -> Any:
   """Returns the ShapeDtypeStructs of a tree, with these shardings."""
-  return jax.tree.map(
-      lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
-  )
+
+  def shape(x, place):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+  return jax.tree.map(shape, tree, shardings)
 
 
 def layer_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
@@ -167,7 +168,8 @@ def _spec(name, shape, mesh):
   """Returns the axes of the first matching rule, without those that do not divide the dimension."""
   for pattern, spec in RULES:
     if re.search(pattern, name):
-      return P(*(_fit(axis, size, mesh) for axis, size in zip(spec, shape)))
+      axes = [_fit(axis, size, mesh) for axis, size in zip(spec, shape)]
+      return P(*axes)
   raise ValueError(f'no sharding rule for {name!r} of shape {shape}; add one to RULES')
 
 
@@ -178,7 +180,9 @@ def _fit(axis, size, mesh):
 
 def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Array:
   """Shards the rows of x [B,...], which XLA would otherwise replicate to follow the weights."""
-  return x if row_sharding is None else jax.lax.with_sharding_constraint(x, row_sharding)
+  if row_sharding is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, row_sharding)
 
 
 def gradient_over_rows(params: Any, row_sharding: NamedSharding | None, width: int) -> Any:
@@ -190,7 +194,12 @@ def gradient_over_rows(params: Any, row_sharding: NamedSharding | None, width: i
   """
   if row_sharding is None or width % row_sharding.num_devices:
     return params
-  return jax.tree.map(lambda w: _gradient_over_rows(w, row_sharding, w.shape.index(width)), params)
+
+  def place(w):
+    axis = w.shape.index(width)
+    return _gradient_over_rows(w, row_sharding, axis)
+
+  return jax.tree.map(place, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 MAX_POINTS = 600  # per series; thinning keeps the extremes of each bin
-CHARTS: list[dict[str, Any]] = json.loads(
-    (pathlib.Path(__file__).parent / 'page' / 'charts.json').read_text(encoding='utf-8')
-)
+_PATH = pathlib.Path(__file__).parent / 'page' / 'charts.json'
+CHARTS: list[dict[str, Any]] = json.loads(_PATH.read_text(encoding='utf-8'))
 _NO_METRICS = ('step', 'time', 'nonfinite')
 
 Column = dict[int, float | None]  # step -> value
@@ -49,9 +48,9 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     result.append(chart | {'series': _with_data(series)})
   for name in names:
     if name not in used:
-      series = _with_data([_series(columns, name, {}, 'linear')])
-      other = {'section': 'Other series', 'title': name, 'unit': '', 'note': '', 'scale': 'linear'}
-      result.append(other | {'series': series})
+      series = [_series(columns, name, {}, 'linear')]
+      chart = {'section': 'Other series', 'title': name, 'unit': '', 'note': '', 'scale': 'linear'}
+      result.append(chart | {'series': _with_data(series)})
   return [chart for chart in result if chart['series']]
 
 
@@ -100,7 +99,8 @@ def _thinned(column):
   for members in np.array_split(steps, MAX_POINTS // 2):
     values = np.array([column[step] for step in members], float)
     values = np.nan_to_num(values, nan=-np.inf)
-    chosen |= {int(members[values.argmin()]), int(members[values.argmax()])}
+    for index in (values.argmin(), values.argmax()):
+      chosen.add(int(members[index]))
   return sorted(chosen)
 
 
@@ -115,5 +115,8 @@ def _natural(name):
   """Returns a sort key that puts turn10 after turn2."""
   key = []
   for part in re.split(r'(\d+)', name):
-    key.append((0, int(part), '') if part.isdigit() else (1, 0, part))
+    if part.isdigit():
+      key.append((0, int(part), ''))
+    else:
+      key.append((1, 0, part))
   return key

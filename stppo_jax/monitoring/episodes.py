@@ -31,7 +31,8 @@ def summarize_update(episodes: Sequence[types.Episode]) -> dict[str, float]:
   demonstrations = [episode for episode in episodes if episode.demonstrated]
   if not demonstrations:
     return summarize(episodes)
-  metrics = summarize([episode for episode in episodes if not episode.demonstrated])
+  sampled = [episode for episode in episodes if not episode.demonstrated]
+  metrics = summarize(sampled)
   trained = [episode for episode in demonstrations if batching.trained_length(episode)]
   metrics['demonstrations/rows'] = len(trained)
   if trained:
@@ -91,14 +92,18 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   num_turns = max(sum(lengths['stppo/agent_turns']), 1)
   for name in _TURN_SHARES:
     metrics[f'env/{name}_share'] = sum(counts(name)) / num_turns
-  metrics['env/truncated'] = _mean([row.truncated for row in rows])
+  truncated = [row.truncated for row in rows]
+  metrics['env/truncated'] = _mean(truncated)
   metrics['env/retrieval_failed'] = pipeline.failed_share(rows)
   metrics['env/environment_failed'] = pipeline.environment_failed_share(rows)
   metrics['env/prompt_too_long'] = _mean(counts('prompt_too_long'))
   num_tokens = max(sum(lengths['stppo/agent_tokens']), 1)
-  for role in dict.fromkeys(episode.role for episode in episodes if episode.role):
-    of_role = [episode for episode in episodes if episode.role == role]
-    for name, number in _role_metrics(of_role, num_tokens).items():
+  by_role: dict[str, list[types.Episode]] = {}
+  for episode in episodes:
+    if episode.role:
+      by_role.setdefault(episode.role, []).append(episode)
+  for role, role_episodes in by_role.items():
+    for name, number in _role_metrics(role_episodes, num_tokens).items():
       metrics[f'role/{role}/{name}'] = number
   return metrics
 
@@ -113,8 +118,10 @@ def _role_metrics(episodes, num_tokens):
   own_tokens = sum(map(_num_tokens, rows))
   metrics = {'absent': 1 - len(rows) / len(episodes), 'token_share': own_tokens / num_tokens}
   if rows:
-    metrics['score/mean'] = _mean([row.score for row in rows])
-    metrics['agent_turns/mean'] = _mean([len(row.turns) for row in rows])
+    scores = [row.score for row in rows]
+    num_turns = [len(row.turns) for row in rows]
+    metrics['score/mean'] = _mean(scores)
+    metrics['agent_turns/mean'] = _mean(num_turns)
     metrics['agent_tokens/mean'] = own_tokens / len(rows)
     for name in rows[0].core_metrics:
       values = [row.metrics.get(name, 0.0) for row in rows]
@@ -169,8 +176,10 @@ def update_records(
   per_token['ratio'] = np.ones_like(per_token['old_logp'])
   per_token['clipped'] = np.zeros_like(per_token['old_logp'])
   for step in steps:  # a later epoch replaces an earlier one
-    for name, x in jax.device_get(dict(step.tokens)).items():
-      per_token[name][np.asarray(step.rows)] = x
+    rows = np.asarray(step.rows)
+    tokens = jax.device_get(dict(step.tokens))
+    for name, x in tokens.items():
+      per_token[name][rows] = x
   return functools.cache(lambda: batch_records(sampled, tokenizer, n, per_token=per_token))
 
 
@@ -214,7 +223,8 @@ def to_records(
       if name == 'clipped':
         record[name] = row.astype(int).tolist()
       else:
-        record[name] = [types.finite_or_none(f'{x:.6g}') for x in row.astype(float)]
+        digits = [f'{x:.6g}' for x in row.astype(float)]
+        record[name] = list(map(types.finite_or_none, digits))
     records.append(record)
   return records
 
@@ -227,7 +237,8 @@ def record_path(workdir: str, kind: str, n: int) -> str:
 def write_lines(path: str, records: Sequence[dict]) -> None:
   """Writes one line per record. A reader sees the whole file or none."""
   os.makedirs(os.path.dirname(path), exist_ok=True)
-  workdir_lib.write_parts(path, (json.dumps(record) + '\n' for record in records))
+  lines = (json.dumps(record) + '\n' for record in records)
+  workdir_lib.write_parts(path, lines)
 
 
 class Recorder:
@@ -257,7 +268,8 @@ class Recorder:
     """Queues the records of episodes/<kind>_<n>.jsonl."""
     path = record_path(self._workdir, kind, n)
     limit_s = 0.0 if self._is_slow else self._put_s  # so that not every update waits
-    self._is_slow = not self._enqueue((path, records), limit_s)
+    work = (path, records)
+    self._is_slow = not self._enqueue(work, limit_s)
 
   def close(self) -> None:
     """Waits until all files are written, or until the time limit."""

@@ -46,7 +46,8 @@ _HIGHLIGHTS = (  # settings, in the order in which the page shows them
 def build(workdir: str) -> str:
   """Writes `workdir`/report.html and returns its path."""
   path = os.path.join(workdir, 'report.html')
-  workdir_lib.write_whole(path, _page({'live': False, 'runs': [page_data(workdir)]}))
+  page = _page({'live': False, 'runs': [page_data(workdir)]})
+  workdir_lib.write_whole(path, page)
   return path
 
 
@@ -66,7 +67,8 @@ def _page(data):
       'hashes': ' '.join(map(_content_hash, scripts.values())),
       'page_json': to_json(data),
   }
-  return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], _read('page.html'))
+  template = _read('page.html')
+  return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match[1]], template)
 
 
 def _read(name):
@@ -86,7 +88,8 @@ def page_data(workdir: str) -> dict[str, Any]:
     value = settings.get(name)
     if value not in (None, '') and not isinstance(value, list):
       highlights.append([name, str(value)])
-  title = str(config.get('name') or os.path.basename(os.path.abspath(workdir)))
+  folder_name = os.path.basename(os.path.abspath(workdir))
+  title = str(config.get('name') or folder_name)
   return {
       'name': title,
       'title': title,
@@ -101,9 +104,13 @@ def page_data(workdir: str) -> dict[str, Any]:
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
       'files': episode_files(workdir),
-      'groups': [{key: group[key] for key in ('label', 'shown', 'total')} for group in groups],
+      'groups': [_pick(group, 'label', 'shown', 'total') for group in groups],
       'episodes': [episode for group in groups for episode in group['episodes']],
   }
+
+
+def _pick(record, *names):
+  return {name: record[name] for name in names}
 
 
 def _content_hash(script):
@@ -196,7 +203,8 @@ def _results(rows, groups):
 
   last = next((group for group in groups if group['kind'] == 'eval'), None)
   table = []
-  for is_role, part, hops in sorted(points, key=lambda key: (key[1] not in _LABELS, *key)):
+  order = sorted(points, key=lambda key: (key[1] not in _LABELS, *key))
+  for is_role, part, hops in order:
     series = points[is_role, part, hops]
     label = f'{hops} hop{"s" * (hops > 1)}' if hops else _LABELS.get(part, part)
     n = None

@@ -34,7 +34,7 @@ class Timing(collections.defaultdict):
 
 @contextlib.contextmanager
 def trace_updates(
-    folder: str, count: int, first: int, last: int | None = None
+    folder: str, count: int, first: int, last: int
 ) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
@@ -42,9 +42,7 @@ def trace_updates(
   the run. If the run would end with update `last` before, the trace starts earlier. `count` 0
   traces nothing.
   """
-  begin = first + 1
-  if last is not None:
-    begin = max(first, min(begin, last - count))
+  begin = max(first, min(first + 1, last - count))
   with contextlib.ExitStack() as trace:
 
     def before_update(n):

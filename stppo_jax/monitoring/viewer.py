@@ -16,7 +16,6 @@ a page of another origin cannot read the answers through DNS rebinding.
 """
 
 from collections.abc import Callable
-import dataclasses
 import functools
 import http
 import http.server
@@ -43,14 +42,6 @@ _MAX_BYTES = 16_000_000  # limit on the JSON of these episodes
 
 class NotFoundError(Exception):
   """There is no such page, run or file."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunFiles:
-  """The state of a run's files: two equal states have equal content."""
-
-  metrics: tuple[int, int]  # size, time in ns
-  episodes: int  # number of files
 
 
 def serve(folder: str, port: int, stop_requested: Callable[[], bool]) -> None:
@@ -98,16 +89,19 @@ def list_runs(folder: str) -> list[dict[str, Any]]:
   """Returns the rows of the page's table of runs."""
   rows = []
   for name, path in find_runs(folder).items():
-    files = _files(path)
-    age_s = time.time() - files.metrics[1] / 1e9 if files.metrics[0] else None
-    rows.append({**_summary(name, path, files), 'age_s': age_s})
+    state = _file_state(path)
+    size, time_ns, _ = state
+    age_s = None
+    if size:
+      age_s = time.time() - time_ns / 1e9
+    rows.append({**_summary(name, path, state), 'age_s': age_s})
   return rows
 
 
 def run_data(folder: str, name: str) -> dict[str, Any]:
   """Returns the page's data of a run."""
   path = _find_run(folder, name)
-  return {**_page_data(path, _files(path)), 'name': name}
+  return {**_page_data(path, _file_state(path)), 'name': name}
 
 
 def episodes(folder: str, name: str, kind: str, step: int) -> dict[str, Any]:
@@ -144,23 +138,27 @@ def _find_run(folder, name):
   return runs[name]
 
 
-def _files(path):
+def _file_state(path):
+  """Returns (size and time in ns of the metrics, number of files of episodes).
+
+  As long as it is equal, the files have the same content.
+  """
+  num_files = len(report.episode_files(path))
   try:
     status = os.stat(os.path.join(path, metrics.FILE_NAME))
-    size_and_time = (status.st_size, status.st_mtime_ns)
   except FileNotFoundError:
-    size_and_time = (0, 0)
-  return RunFiles(size_and_time, len(report.episode_files(path)))
+    return 0, 0, num_files
+  return status.st_size, status.st_mtime_ns, num_files
 
 
 @functools.lru_cache(maxsize=_MAX_RUNS)
-def _summary(name, path, files):
+def _summary(name, path, file_state):
   rows = metrics.read_metrics(path)
   main = report.main_metric(rows)
   scores = [row[main] for row in rows if row.get(main) is not None]
   return {
       'name': name,
-      'version': f'{files.metrics} {files.episodes}',
+      'version': str(file_state),
       'updates': max((row['step'] for row in rows), default=None),
       'score': main,
       'last': scores[-1] if scores else None,
@@ -170,8 +168,8 @@ def _summary(name, path, files):
 
 
 @functools.lru_cache(maxsize=32)
-def _page_data(path, files):
-  del files  # a key of the cache
+def _page_data(path, file_state):
+  del file_state  # a key of the cache
   return report.page_data(path)
 
 

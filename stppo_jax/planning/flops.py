@@ -31,8 +31,9 @@ def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
 def _dot_flops(eqn):
   (contracted, _), _ = eqn.params['dimension_numbers']
   left = eqn.invars[0].aval.shape
-  outputs = math.prod(eqn.outvars[0].aval.shape)
-  return 2 * outputs * math.prod(left[axis] for axis in contracted)
+  outputs = eqn.outvars[0].aval.shape
+  sums = [left[axis] for axis in contracted]
+  return 2 * math.prod(outputs) * math.prod(sums)
 
 
 def _ragged_flops(eqn):
@@ -53,9 +54,9 @@ def _times(eqn, open_trips):
   if eqn.primitive.name == 'shard_map':  # written for one device
     return eqn.params['mesh'].size
   if eqn.primitive.name == 'pallas_call':  # written for one block
-    grid = eqn.params['grid_mapping'].grid
+    *others, last = eqn.params['grid_mapping'].grid
     # The causal kernel skips the blocks above the diagonal.
-    return math.prod(grid[:-1]) * (grid[-1] + 1) / 2
+    return math.prod(others) * (last + 1) / 2
   return eqn.params.get('length', 1)
 
 
@@ -63,5 +64,6 @@ def _jaxprs(params):
   for value in params.values():
     items = value if isinstance(value, (tuple, list)) else (value,)
     for item in items:
-      if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
+      jaxpr = getattr(item, 'jaxpr', item)
+      if hasattr(jaxpr, 'eqns'):
         yield item

@@ -94,7 +94,8 @@ class Plan:
     """Memory limit for the TPU compiler, which otherwise uses all memory; 0 on other platforms."""
     if self.mesh.devices.flat[0].platform != 'tpu':
       return 0
-    return (self.limit - self.held['reference policy'][1] - self.held['teacher'][1]) // 2**20
+    held = self.held_per_device
+    return (self.limit - held['reference policy'] - held['teacher']) // 2**20
 
   @property
   def fits(self) -> bool:
@@ -329,8 +330,8 @@ def _add_concurrent(plan):
   With staleness a thread samples during the update, so that programs of both are in flight. The
   copy is made by the thread that trains.
   """
-  training = [p for p in plan.programs if p.name in ('update', 'annotate', 'copy')]
-  sampling = [p for p in plan.programs if p not in training]
+  training = _named(plan, 'update', 'annotate', 'copy')
+  sampling = _named(plan, 'prefill', 'decode', 'grow')
   largest_in_training = max(program.temporaries for program in training)
   largest_in_sampling = max(program.temporaries for program in sampling)
   for program in training:
@@ -339,14 +340,19 @@ def _add_concurrent(plan):
     program.resident += largest_in_training
 
 
+def _named(plan, *names):
+  return [program for program in plan.programs if program.name in names]
+
+
 def _find_largest(plan, gradients):
   """Fills in the largest micro-batch that divides the mini-batch, and the largest slot group."""
   train = plan.config.train
   step = sharding.num_row_shards(plan.mesh)
   row_step = layout.num_shards(plan.sampler.row_sharding, 'data')
-  divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
-  training = [p for p in plan.programs if p.name in ('update', 'annotate')]
-  sampling = [p for p in plan.programs if p.name in ('prefill', 'decode', 'grow')]
+  sizes = range(step, train.mini_batch + 1, step)
+  divisors = [size for size in sizes if train.mini_batch % size == 0]
+  training = _named(plan, 'update', 'annotate')
+  sampling = _named(plan, 'prefill', 'decode', 'grow')
   plan.largest_micro_batch = _largest(plan.limit, training, train.micro_batch, gradients, divisors)
   row_counts = range(row_step, train.episodes + 1, row_step)
   plan.largest_rows = _largest(plan.limit, sampling, plan.sampler.width, 0, row_counts)
@@ -364,5 +370,9 @@ def _largest(limit, programs, rows, fixed, allowed):
     scaled = (program.temporaries - constant) * count / rows
     return program.resident + program.arguments + constant + scaled
 
-  fitting = [n for n in allowed if all(peak(program, n) <= limit for program in programs)]
-  return max(fitting, default=0)
+  largest = 0
+  for count in allowed:
+    peaks = [peak(program, count) for program in programs]
+    if max(peaks, default=0) <= limit:
+      largest = max(largest, count)
+  return largest

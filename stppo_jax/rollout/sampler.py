@@ -330,9 +330,8 @@ class Sampler:
     that it reads.
     """
     config = self.config
-    positions = None  # the slots
     cache = decoder.KVCache(context.k, context.v, starts)
-    x, cache, routing = decoder.cached_trunk(params, config, tokens, positions, cache, counts)
+    x, cache, routing = decoder.cached_trunk(params, config, tokens, cache, counts)
     length = tokens.shape[1]
     if length > 1:
       last = jnp.maximum(counts - 1, 0)
