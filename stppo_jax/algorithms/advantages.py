@@ -129,7 +129,7 @@ def _sum_turns(x, turn_ids, num_turns):
   return sums[:, 1:]
 
 
-def _to_tokens(x, turn_ids):
+def _to_tokens(x: jax.Array, turn_ids: jax.Array) -> jax.Array:
   """Returns x [B,K] of turns 1..K on their tokens [B,T]; 0 outside turns."""
   no_turn = jnp.zeros_like(x[:, :1])
   parts = [no_turn, x]
@@ -205,7 +205,7 @@ group_best.__dict__['breaks_ties'] = True
 class _ScoreGroups:
   """The group of each row, and its scores."""
 
-  def __init__(self, scores, group_ids):
+  def __init__(self, scores: jax.Array, group_ids: jax.Array):
     chex.assert_rank([scores, group_ids], 1)
     self.same = losses.is_same(group_ids)  # [B,B]
     self.size = self.same.sum(axis=1)  # [B], as the rest
@@ -228,7 +228,7 @@ def _over(reduce, x, same, outside=0.0):
   return reduce(members, axis=1)
 
 
-def _without_rounding(scores, sizes, group_ids):
+def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns the scores [B], equal in a group where they differ by less than their sums may round.
 
   `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would

@@ -93,13 +93,13 @@ def _check_values_unused(estimate, batch):
   return ''
 
 
-def _shapes(result):
+def _shapes(result: Any) -> Any:
   if isinstance(result, tuple):
     return tuple(map(_shapes, result))
   return getattr(result, 'shape', None)
 
 
-def _describe(result):
+def _describe(result: Any) -> str:
   if isinstance(result, tuple):
     return f'({", ".join(map(_describe, result))})'
   if not hasattr(result, 'shape'):
@@ -107,7 +107,7 @@ def _describe(result):
   return f'{result.dtype} {list(result.shape)}'
 
 
-def _example_batch(group_size):
+def _example_batch(group_size: int) -> TurnBatch:
   num_rows = _NUM_GROUPS * group_size
   turn_ids = jnp.tile(jnp.asarray([[0, 1, 2], [1, 0, 2]], jnp.int32), (group_size, 1))
   zeros = jnp.zeros((num_rows, _NUM_TOKENS))

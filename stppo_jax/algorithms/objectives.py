@@ -296,7 +296,7 @@ def _rover(outputs, batch, variant):
   return row_values, _nothing_clipped(outputs)
 
 
-def _at_next_token(x, mask):
+def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns x [b,T] at the next token of `mask` in the row; 0 where there is none."""
 
   def step(value_after, column):

@@ -7,6 +7,7 @@ pipe each line is a question.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import os
@@ -102,7 +103,7 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   return players.make_agent(config, model, prepared)
 
 
-def _typed_lines():
+def _typed_lines() -> Iterator[str]:
   """Yields the lines that a user types."""
   with contextlib.suppress(ImportError):  # without it, input() has no history
     import readline  # noqa: F401
@@ -187,5 +188,5 @@ class Screen:
     self._out.flush()
 
 
-def _printable(text):
+def _printable(text: str) -> str:
   return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)

@@ -98,7 +98,7 @@ class ChatClient:
     except http_client.Temporary as error:
       raise UnansweredError(str(error)) from error
 
-  def _attempt(self, body, unused_number):
+  def _attempt(self, body: Mapping[str, Any], unused_number: int) -> ChatCompletion:
     """Sends the request once. Raises http_client.Temporary if another attempt may help."""
     if self._abandoned.is_set():
       raise UnansweredError('the job has ended')
@@ -122,13 +122,13 @@ class ChatClient:
     self._has_answered = True
     return completion
 
-  def _error(self, reason):
+  def _error(self, reason: str) -> UserError:
     return UserError(
         f'config.eval.address={self._address!r} with config.eval.model={self._fields["model"]!r} '
         f'{reason}'
     )
 
-  def _authorize(self, request):
+  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
     if self._api_key:
       request.headers['Authorization'] = f'Bearer {self._api_key}'
@@ -155,7 +155,7 @@ def whole_turn(
   return text + opened[last] if last >= 0 else text
 
 
-def _parse(answer, stop):
+def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
   """Returns the completion of an answer; raises an ordinary error if there is none."""
   choice = answer['choices'][0]
   content = choice['message'].get('content') or ''
@@ -168,7 +168,7 @@ def _parse(answer, stop):
   return ChatCompletion(text, count('completion_tokens'), count('total_tokens'))
 
 
-def _error_fields(text):
+def _error_fields(text: str) -> dict[str, Any]:
   """Returns the fields of an error; {} if the body has another form."""
   body = None
   with contextlib.suppress(ValueError, RecursionError):
@@ -179,7 +179,7 @@ def _error_fields(text):
   return error if isinstance(error, dict) else {}
 
 
-def _is_too_long(fields):
+def _is_too_long(fields: Mapping[str, Any]) -> bool:
   """Returns whether the messages do not fit, by the error's code or its own words."""
   if fields.get('code') in _TOO_LONG_CODES or fields.get('type') in _TOO_LONG_CODES:
     return True

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import time
+from typing import Any
 
 from absl import logging
 
@@ -76,7 +77,7 @@ def evaluate(
     return _results(config, player, folder) if hosts.is_writer() else None
 
 
-def _check_ids(tasks):
+def _check_ids(tasks: Sequence[types.Task]) -> None:
   """Raises a UserError for questions with one id, because their lines would be the same."""
   for name, count in collections.Counter(task.id for task in tasks).items():
     if count > 1:
@@ -85,7 +86,9 @@ def _check_ids(tasks):
       )
 
 
-def _play(player, rows, folder):
+def _play(
+    player: players.Player, rows: list[records.Row], folder: records.EvaluationFolder
+) -> None:
   """Plays the rows that have no line, and adds their lines.
 
   Rows that are played in batches are played again with the same neighbours, so that the numbers are
@@ -118,7 +121,9 @@ def _play(player, rows, folder):
         logging.info('%d of %d episodes', len(done), total)
 
 
-def _results(config, player, folder):
+def _results(
+    config: Config, player: players.Player, folder: records.EvaluationFolder
+) -> EvaluationResults:
   """Computes and writes the results of all lines."""
   rows = players.rows_of(player.tasks, config.eval.samples)
   episodes = folder.episodes_of(rows)
@@ -143,7 +148,7 @@ def _results(config, player, folder):
   return EvaluationResults(folder.path, scores, groups, text)
 
 
-def _settings(config, player):
+def _settings(config: Config, player: players.Player) -> dict[str, Any]:
   """Returns what the episodes depend on. Choice: not the corpus, which a server may have."""
   settings = {
       path: value
@@ -162,7 +167,7 @@ def _settings(config, player):
   }
 
 
-def _folder_name(config, player, settings):
+def _folder_name(config: Config, player: players.Player, settings: Mapping[str, Any]) -> str:
   """Returns the name of the folder of an evaluation with these settings."""
   text = json.dumps(settings, sort_keys=True)
   digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -174,7 +179,7 @@ def _folder_name(config, player, settings):
   return re.sub(r'[^\w.-]+', '-', name)
 
 
-def _sampling_text(config):
+def _sampling_text(config: Config) -> str:
   temperature = players.temperature(config)
   text = f'at temperature {temperature:g}' if temperature else 'greedy'
   return f'{config.eval.samples} samples {text}' if config.eval.samples > 1 else text

@@ -72,7 +72,7 @@ _SHAPES = (
 SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
 
 
-def _check_trained(config, workdir):
+def _check_trained(config: Config, workdir: str) -> None:
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
     raise UserError(
@@ -108,14 +108,14 @@ def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   return _trained(config, workdir, all_policies)
 
 
-def _untrained(config, all_policies):
+def _untrained(config: Config, all_policies: bool) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
   number = len(_policies(config)) if all_policies else 1
   return Policy(model, _one_or_list([params] * number), 0, f'{config.model.folder}, untrained')
 
 
-def _trained(config, workdir, all_policies):
+def _trained(config: Config, workdir: str, all_policies: bool) -> Policy:
   parts, actors, updates = _read(config, workdir)
   description = f'{workdir} after {updates} updates'
   roles = list(actors)
@@ -135,14 +135,14 @@ def _one_or_list(values):
   return values[0] if len(values) == 1 else values
 
 
-def _policies(config):
+def _policies(config: Config) -> tuple[str, ...]:
   """Returns `EnvFactory.policies`. Imports the environment only if each role has a policy."""
   if config.model.role_parameters == 'shared':
     return ('',)
   return components.resolve(config).env.policies('own')
 
 
-def _read(config, workdir):
+def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
   """Returns (models, {policy: its trained parameters}, updates): see `EnvFactory.policies`.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.

@@ -10,6 +10,7 @@ not cut.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import os
 import queue
@@ -137,7 +138,7 @@ class RemotePlayer(players.Player):
     players.check_failures(self._config, episodes)
     yield from failed
 
-  def _work(self, waiting, ended):
+  def _work(self, waiting: queue.SimpleQueue, ended: queue.SimpleQueue) -> None:
     """Plays rows until none is left; hands over episodes and errors."""
     while not self._abandoned.is_set():
       try:
@@ -149,7 +150,7 @@ class RemotePlayer(players.Player):
       except Exception as error:  # raised again in the thread that waits for it
         ended.put(error)
 
-  def _play_row(self, row):
+  def _play_row(self, row: records.Row) -> records.PlayedRow:
     seed = self._seeds[row.key]
     instance_seed = seed if row.task.seed is None else row.task.seed
     env = self._env(row.task, instance_seed)
@@ -188,7 +189,9 @@ class RemotePlayer(players.Player):
     return played
 
 
-def _add_turn(episode, turn, outcome):
+def _add_turn(
+    episode: types.Episode, turn: client_lib.ChatCompletion, outcome: protocol.Step
+) -> tuple[str, bool]:
   """Adds a turn and its outcome to the episode; returns (observation, whether it is over)."""
   observation, reward, terminated, truncated, info = outcome
   action = str(info.get('action') or 'other')
@@ -206,7 +209,7 @@ def _add_turn(episode, turn, outcome):
   return protocol.full_text(observation, info), bool(terminated or truncated)
 
 
-def _fail(episode, info):
+def _fail(episode: types.Episode, info: Mapping[str, Any]) -> None:
   """Stores the exception of an environment's code, which ends the episode."""
   episode.failed = True
   episode.error = f'{info["environment_error"]}, on task {episode.task.id!r}'

@@ -71,7 +71,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   return dict(sorted(means.items()))
 
 
-def _alone(episode):
+def _alone(episode: types.Episode) -> types.Episode:
   """Returns the row as an episode of its own, which that of an agent program is here."""
   if not episode.is_segment:
     return episode

@@ -24,7 +24,7 @@ def text(title: str, groups: Sequence[estimates.Group], remarks: str) -> str:
   return '\n\n'.join(parts) + '\n'
 
 
-def _table(groups, names):
+def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
   rows = [['', 'questions', 'episodes', *names]]
   for group in groups:
     row = [group.name, str(group.questions), str(group.episodes)]
@@ -57,7 +57,7 @@ def cell(estimate: statistics.Estimate | None) -> str:
   return f'{value} [{_short(estimate.low)}, {_short(estimate.high)}]'
 
 
-def _short(x):
+def _short(x: float) -> str:
   """Returns three decimals without a leading zero: .907, -.500, 1.000."""
   text = f'{x:.3f}'
   if abs(x) >= 1:

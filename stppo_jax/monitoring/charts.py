@@ -65,7 +65,9 @@ def _with_data(series):
   return series
 
 
-def _series(columns, name, line, scale):
+def _series(
+    columns: dict[str, Column], name: str, line: dict[str, Any], scale: str
+) -> dict[str, Any]:
   column = columns[name]
   steps = _strided(column) if scale == 'stack' else _thinned(column)
   series = {
@@ -82,7 +84,7 @@ def _series(columns, name, line, scale):
   return series
 
 
-def _limit_names(name):
+def _limit_names(name: str) -> tuple[str, str]:
   """Returns the names of the smallest and largest value that belong to a mean."""
   if not name.endswith('/mean'):
     return name, name
@@ -90,7 +92,7 @@ def _limit_names(name):
   return f'{stem}/min', f'{stem}/max'
 
 
-def _thinned(column):
+def _thinned(column: Column) -> list[int]:
   """Returns the steps to draw: all, or the extremes of each of MAX_POINTS / 2 bins."""
   steps = sorted(column)
   if len(steps) <= MAX_POINTS:
@@ -104,14 +106,14 @@ def _thinned(column):
   return sorted(chosen)
 
 
-def _strided(column):
+def _strided(column: Column) -> list[int]:
   """Returns every n-th step. The step alone decides, so that the layers of a stack agree."""
   last = max(column)
   stride = last // MAX_POINTS + 1
   return [step for step in sorted(column) if step % stride == 0 or step == last]
 
 
-def _natural(name):
+def _natural(name: str) -> list[tuple[int, int, str]]:
   """Returns a sort key that puts turn10 after turn2."""
   key = []
   for part in re.split(r'(\d+)', name):

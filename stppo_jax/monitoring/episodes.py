@@ -292,7 +292,7 @@ class Recorder:
       self._warn(f'the disk is too slow: {name} waited for {limit_s:g} s')
       return False
 
-  def _run(self):
+  def _run(self) -> None:
     while work := self._queue.get():
       path, records = work
       try:
@@ -300,7 +300,7 @@ class Recorder:
       except Exception as error:  # the thread must not end
         self._warn(f'{type(error).__name__}: {error}')
 
-  def _warn(self, reason):
+  def _warn(self, reason: str) -> None:
     if not self._has_warned:
       logging.warning('records of episodes are left out (%s); training continues', reason)
     self._has_warned = True

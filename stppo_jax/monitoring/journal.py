@@ -155,7 +155,7 @@ class Journal(contextlib.ExitStack):
     if path := self._report():
       logging.info('report: %s', path)
 
-  def _report(self):
+  def _report(self) -> str:
     """Writes report.html; returns its path. An error is a warning, since it can be repeated."""
     if not hosts.is_writer():
       return ''

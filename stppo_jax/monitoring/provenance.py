@@ -62,7 +62,7 @@ def commits(folders: list[str]) -> dict[str, dict[str, Any]]:
   return states
 
 
-def _git(folder, *arguments):
+def _git(folder: str, *arguments: str) -> str | None:
   """Returns the output of a git command; None if it fails."""
   command = ['git', '-C', folder, *arguments]
   try:

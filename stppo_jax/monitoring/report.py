@@ -9,6 +9,7 @@ page sets them with textContent, and its content security policy allows no other
 
 import base64
 import collections
+from collections.abc import Sequence
 import hashlib
 import json
 import os
@@ -56,7 +57,7 @@ def live_page() -> str:
   return _page({'live': True, 'runs': []})
 
 
-def _page(data):
+def _page(data: dict[str, Any]) -> str:
   scripts = {
       'uplot': f'/*\nuPlot\n\n{_read("uPlot.LICENSE")}*/\n{_read("uPlot.iife.min.js")}',
       'script': ''.join(map(_read, ('page.js', 'curves.js', 'episodes.js', 'start.js'))),
@@ -71,7 +72,7 @@ def _page(data):
   return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match[1]], template)
 
 
-def _read(name):
+def _read(name: str) -> str:
   return (_PAGE / name).read_text(encoding='utf-8')
 
 
@@ -113,7 +114,7 @@ def _pick(record, *names):
   return {name: record[name] for name in names}
 
 
-def _content_hash(script):
+def _content_hash(script: str) -> str:
   digest = hashlib.sha256(script.encode('utf-8')).digest()
   return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
@@ -134,7 +135,7 @@ def _rounded(digits):
   return float(f'{float(digits):.4g}')
 
 
-def _merge_only_dataset(rows):
+def _merge_only_dataset(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
   """Renames 'all' to the only held-out data set, if there is one, so that scores appear once."""
   datasets = {match['part'] for match in _scores(rows) if match[1] == 'core'} - {'all'}
   if len(datasets) != 1:
@@ -152,7 +153,7 @@ def _scores(rows):
 # Warnings.
 
 
-def _broken_rules(rows):
+def _broken_rules(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
   """Returns {rule of health.py: updates at which it was broken}."""
   broken: dict[str, list[int]] = {}
   for row in rows:
@@ -162,7 +163,7 @@ def _broken_rules(rows):
   return dict(sorted(broken.items()))
 
 
-def _first_alarms(rows):
+def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
   """Returns the updates at which a rule was first broken, at most MAX_ALARMS."""
   first = {steps[0] for steps in _broken_rules(rows).values()}
   return sorted(first)[:MAX_ALARMS]
@@ -185,7 +186,7 @@ def warnings(rows: Rows) -> list[str]:
 # Held-out scores.
 
 
-def _results(rows, groups):
+def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
   """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
 
   A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
@@ -219,7 +220,7 @@ def main_metric(rows: Rows) -> str:
   return f'val-core/all/{_main_score_name(rows)}'
 
 
-def _main_score_name(rows):
+def _main_score_name(rows: list[dict[str, Any]]) -> str:
   """Returns the name of the main score, such as em.
 
   It is a score that is also given by hops. Without one it is exact match, then any core metric,
@@ -247,7 +248,7 @@ def episode_files(workdir: str) -> list[tuple[str, int]]:
   return sorted(files, key=lambda file: (file[1], file[0]))
 
 
-def _episode_groups(workdir, alarms):
+def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
@@ -331,7 +332,7 @@ def episode_group(
   }
 
 
-def _choose(right, wrong, limit):
+def _choose(right: list, wrong: list, limit: int) -> list:
   """Chooses at most `limit`, half right and half wrong if both exist, evenly, in file order."""
   num_right = min(len(right), max(limit // 2, limit - len(wrong)))
   num_wrong = min(len(wrong), limit - num_right)

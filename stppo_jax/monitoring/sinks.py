@@ -141,7 +141,7 @@ class Tracker:
       raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `{self.name} sync`')
 
 
-def _run_id(path, is_resumed):
+def _run_id(path: str, is_resumed: bool) -> str:
   """Returns the id that the file holds; writes a new one there for a run that begins."""
   if is_resumed and os.path.exists(path):
     with open(path, encoding='utf-8') as file:

@@ -131,7 +131,7 @@ def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
   return answers
 
 
-def _find_run(folder, name):
+def _find_run(folder: str, name: str) -> str:
   runs = find_runs(folder)
   if name not in runs:
     raise NotFoundError
@@ -202,7 +202,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     except UserError as error:
       self._answer(http.HTTPStatus.INTERNAL_SERVER_ERROR, 'text/plain', str(error))
 
-  def _api(self, path, query):
+  def _api(self, path: str, query: dict[str, str]) -> Any:
     name = query.get('name', '')
     try:
       step = int(query.get('update', '0'))
@@ -219,7 +219,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       return question(self._folder, name, task)
     raise NotFoundError
 
-  def _answer(self, status, kind, text):
+  def _answer(self, status: http.HTTPStatus, kind: str, text: str) -> None:
     body = text.encode('utf-8', 'replace')
     self.send_response(status)
     self.send_header('Content-Type', f'{kind}; charset=utf-8')

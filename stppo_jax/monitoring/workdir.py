@@ -218,7 +218,7 @@ def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
   return [field for field, digest in digests.items() if saved.get(field, digest) != digest]
 
 
-def _check_same_sampler(workdir, there, here):
+def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
   """Raises a UserError if only one of two configs has a sampling engine.
 
   An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint.
@@ -233,7 +233,7 @@ def _check_same_sampler(workdir, there, here):
     )
 
 
-def _has_begun(workdir):
+def _has_begun(workdir: str) -> bool:
   """Returns whether a run has written numbers or checkpoints next to config.json."""
   if not os.path.exists(os.path.join(workdir, 'config.json')):
     return False
@@ -242,7 +242,7 @@ def _has_begun(workdir):
   return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or any(map(str.isdigit, names))
 
 
-def _as_json(value):
+def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the values as config.json holds them: tuples become lists."""
   return json.loads(json.dumps(value))
 

@@ -163,7 +163,7 @@ class SlotGroup:
     self.context = sampler.put(self.context, few, slots, rows)
     return sampled
 
-  def _reserve_steps(self, sequences):
+  def _reserve_steps(self, sequences: Sequences) -> int:
     """Makes room for a decode call. Returns its largest number of tokens per row."""
     longest = max(sequence.length for sequence in sequences)
     self.reserve(longest + 1)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 from absl import logging
 
+from stppo_jax import config as config_lib
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
@@ -14,19 +16,19 @@ from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 
 
-def _has_function(variant):
+def _has_function(variant: variants.Variant) -> bool:
   """Returns whether a user's function may read any column."""
   return any(callable(getattr(variant, column)) for column in variants.BUILT_IN)
 
 
-def _clips(variant):
+def _clips(variant: variants.Variant) -> bool:
   """Returns whether the bounds of a clip are read."""
   if variant.compares_rows:
     return variant.objective == 'p3o'
   return variant.ratio != 'none' and variant.surrogate != 'square'
 
 
-def _reads_beta(variant):
+def _reads_beta(variant: variants.Variant) -> bool:
   """Returns whether beta scales a log-ratio."""
   if variant.compares_rows:
     return variant.objective != 'p3o'
@@ -124,7 +126,7 @@ def make_variant(config: Config) -> Variant:
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
-def _check_hashable(name, variant):
+def _check_hashable(name: str, variant: variants.Variant) -> None:
   """Refuses a field that cannot be a static part of a compiled function."""
   for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
     try:
@@ -137,7 +139,9 @@ def _check_hashable(name, variant):
       ) from None
 
 
-def _overrides(algorithm, variant):
+def _overrides(
+    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
+) -> dict[str, Any]:
   """Returns the columns of the variant that the config sets."""
   columns = [field.name for field in dataclasses.fields(Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)

@@ -175,7 +175,7 @@ def _rows_by_group(episodes, rows_by_episode):
   return list(by_group.values())
 
 
-def _rows_per_step(least, needed):
+def _rows_per_step(least: int, needed: int) -> int:
   """Returns the first of least, 2 least, 4 least, .. that is large enough.
 
   A program is compiled for each number of rows, and agent programs record another number in each
@@ -366,7 +366,7 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
   )
 
 
-def _where(mask, x):
+def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
   """Returns x [R,P,..] where `mask` [R,P] is true, else 0."""
   more_axes = tuple(range(mask.ndim, x.ndim))
   mask = jnp.expand_dims(mask, more_axes)

@@ -12,6 +12,7 @@ Without log-probs an episode can be imitated, but no policy gradient can use it.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -158,7 +159,7 @@ class AtifReader:
     self._check_ids(episodes, question, name)
     return episodes
 
-  def _check_ids(self, episodes, question, name):
+  def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
     ids = np.concatenate([episode.unroll()[0] for episode in episodes])
     wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
@@ -174,7 +175,7 @@ class AtifReader:
         f'{reason}. Give the model that sampled them, or encode the texts instead: --retokenize'
     )
 
-  def _encode_own(self, episode, steps):
+  def _encode_own(self, episode: types.Episode, steps: Sequence[AtifStep]) -> None:
     """Encodes the texts of an own document, which hold everything that the policy read.
 
     Prompts and observations keep their ids if this tokenizer gives them the same text. Otherwise
@@ -196,14 +197,14 @@ class AtifReader:
       results = ''.join(_results(step))
       turn.observation = _array(self._observation_ids(results, turn.observation))
 
-  def _observation_ids(self, text, recorded):
+  def _observation_ids(self, text: str, recorded: np.ndarray) -> Sequence[int] | np.ndarray:
     if self.tokenizer.decode(recorded) == text:
       return recorded
     if text.lstrip().startswith('<information>'):  # as the environment encodes it
       return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_observation)
     return self.tokenizer.encode(text, control=True)
 
-  def _encode(self, task, steps):
+  def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
     """Encodes the texts of another agent with the chat template."""
     episode = types.Episode(task, 0, _array(()), [])
     turns = episode.turns
@@ -247,7 +248,7 @@ class AtifReader:
         as_user.append({**message, 'role': role})
       return _array(encode(as_user))
 
-  def _agent_text(self, step):
+  def _agent_text(self, step: AtifStep) -> str:
     """Returns the text of an agent's step: its reasoning, its message and its calls."""
     text = _content(step['message'])
     if thought := step.get('reasoning_content'):
@@ -259,7 +260,7 @@ class AtifReader:
     return '\n'.join(parts)
 
 
-def _load(path):
+def _load(path: pathlib.Path) -> dict[str, Any] | None:
   """Returns the document of a file; None: the file is something else."""
   document = json.loads(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None
@@ -283,17 +284,17 @@ def own_record(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
   return own
 
 
-def _is_turn(step):
+def _is_turn(step: AtifStep) -> bool:
   """Returns whether a model wrote this step for this trajectory."""
   is_agent = step['source'] == 'agent' and not step.get('is_copied_context')
   return is_agent and step.get('llm_call_count') != 0
 
 
-def _ids(step, kind):
+def _ids(step: AtifStep, kind: str) -> list[int]:
   return (step.get('metrics') or {}).get(f'{kind}_token_ids') or []
 
 
-def _question(steps):
+def _question(steps: Sequence[AtifStep]) -> str:
   """Returns the first message of the user."""
   for step in steps:
     if step['source'] == 'user':
@@ -301,14 +302,14 @@ def _question(steps):
   return ''
 
 
-def _results(step):
+def _results(step: AtifStep) -> list[str]:
   """Returns the texts that an agent read after its step."""
   results = (step.get('observation') or {}).get('results', ())
   texts = [_content(result.get('content')) for result in results]
   return [text for text in texts if text]
 
 
-def _content(content):
+def _content(content: Any) -> str:
   """Returns a text, or the texts of a list of parts."""
   if content is None or isinstance(content, str):
     return content or ''
@@ -318,7 +319,7 @@ def _content(content):
   return ''.join(part['text'] for part in content)
 
 
-def _episodes_of_ids(task, steps):
+def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.Episode]:
   """Returns the rows of steps with ids."""
   episodes: list[types.Episode] = []
   context: list[int] = []
@@ -337,7 +338,7 @@ def _episodes_of_ids(task, steps):
   return episodes
 
 
-def _turn(step, ids, logp=None):
+def _turn(step: AtifStep, ids: Sequence[int], logp: Sequence[float] | None = None) -> types.Turn:
   """Returns a turn of another agent, without log-probs if there are none."""
   if logp is None:
     logp = [np.nan] * len(ids)

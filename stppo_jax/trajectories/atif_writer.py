@@ -12,6 +12,7 @@ holds the episode itself, which `atif_reader` gives back exactly.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import datetime
 import json
 import os
@@ -118,7 +119,13 @@ def document(
   }
 
 
-def _step(turn, context, tokenizer, number, tool_form):
+def _step(
+    turn: types.Turn,
+    context: list[int],
+    tokenizer: tokenizer_lib.Tokenizer,
+    number: int,
+    tool_form: str,
+) -> dict[str, Any]:
   """Returns the step of a turn that was sampled after the ids `context`."""
   ids = turn.tokens.tolist()
   text = episode_lib.action_text(tokenizer, turn.tokens)
@@ -162,7 +169,7 @@ def _step(turn, context, tokenizer, number, tool_form):
   return step
 
 
-def _calls(action, text, tool_form):
+def _calls(action: str, text: str, tool_form: str) -> list[tool_calls.Call]:
   """Returns the calls of a turn: a search, or tools in this form."""
   if action == 'search':
     return [tool_calls.Call('search', {'query': search.parse_action(text)[1]})]
@@ -172,7 +179,7 @@ def _calls(action, text, tool_form):
   return [call for call in calls if not call.error]
 
 
-def _trial_result(episode, trial, model, folder):
+def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -> dict[str, Any]:
   """Returns what Harbor's viewer shows of a trial."""
   task = episode.task.id
   return {
@@ -192,7 +199,7 @@ def _rewards(episode):
   return episode.metrics | {'reward': episode.score}
 
 
-def _job_result(episodes, file_name, model):
+def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -> dict[str, Any]:
   """Returns what Harbor's viewer shows of a job."""
   by_dataset: dict[str, list[dict[str, float]]] = {}
   for episode in episodes:
@@ -210,7 +217,7 @@ def _job_result(episodes, file_name, model):
   }
 
 
-def _write(path, value):
+def _write(path: str, value: Mapping[str, Any]) -> None:
   os.makedirs(os.path.dirname(path), exist_ok=True)
   with open(path, 'w', encoding='utf-8') as file:
     json.dump(value, file, allow_nan=False)

@@ -5,6 +5,7 @@ config.rollout.replay a run trains on a folder. A run that replays its own batch
 start repeats every number.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import os
@@ -118,7 +119,7 @@ class Replay:
     self._check(path, sampled.episodes)
     return sampled
 
-  def _check(self, path, episodes):
+  def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
     if not self.env.has_rows_of(episodes):
       raise types.UserError(
           f'{path} has episodes with other agents than the environment: give batches that were '
