@@ -366,7 +366,7 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
   )
 
 
-def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
+def _where(mask, x):
   """Returns x [R,P,..] where `mask` [R,P] is true, else 0."""
   more_axes = tuple(range(mask.ndim, x.ndim))
   mask = jnp.expand_dims(mask, more_axes)
