@@ -204,8 +204,8 @@ class FleetTest(parameterized.TestCase):
     with self.fleet(FakeApi(), folder=folder):
       self.copy(parameters(0))
       self.assertEqual(os.listdir(folder), ['000003'])
-      write_file(os.path.join(folder, 'notes', 'd.txt'))
-    self.assertEqual(os.listdir(folder), ['notes'])
+      write_file(os.path.join(folder, '20261124-notes', 'd.txt'))
+    self.assertEqual(os.listdir(folder), ['20261124-notes'])
     for name in names:
       self.assertTrue(os.path.exists(os.path.join(root, name)), name)
 
@@ -333,6 +333,28 @@ class FleetTest(parameterized.TestCase):
     api.is_down = True
     with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
       fleet.sample(REQUEST, weights, 0)
+
+  def test_engine_that_only_tells_its_label_ends_run(self):
+    def answer(unused_request):
+      raise http_client.Temporary('HTTP status 500')
+
+    fleet = self.fleet(FakeApi(answer), outage_s=0.2)
+    with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
+      fleet.sample(REQUEST, self.copy(parameters(0)), 0)
+
+  def test_version_is_the_newest_when_its_folder_is_there(self):
+    fleet = self.fleet(FakeApi())
+    self.copy(parameters(0))
+    rename = os.rename
+    newest = []
+
+    def rename_later(source, target):
+      newest.append(fleet.folders.newest.version)
+      rename(source, target)
+
+    with mock.patch.object(os, 'rename', rename_later):
+      self.copy(parameters(1))
+    self.assertEqual(newest, [3])
 
   def test_each_engine_is_tried_before_an_outage(self):
     dead = FakeApi()

@@ -191,6 +191,7 @@ class RejectionsTest(parameterized.TestCase):
     self.assertEqual(status, 400)
     self.assertIn(message, answer['error'])
     self.assertNotIn('\n', answer['error'])
+    self.assertNotRegex(answer['error'], '^:')
 
   def test_error_is_one_line_of_json(self):
     with running(max_body_bytes=1000) as (port, _, _):

@@ -219,12 +219,14 @@ class HttpApp:
       return RequestError(500, 'Internal Server Error')
     first = error.errors(include_url=False, include_context=False)[0]
     where = '.'.join(map(str, first['loc']))
-    message = f'{where}: {first["msg"].removeprefix("Value error, ")}'
+    message = first['msg'].removeprefix('Value error, ')
+    if where:  # else the error is that of the whole body
+      message = f'{where}: {message}'
     if first['type'] == 'extra_forbidden':
       message = f'{where} is not supported: leave it out'
     elif isinstance(first['input'], (str, int, float)):
       message += f', got {str(first["input"])[:_SHOWN]!r}'
-    return RequestError(400, message, param=where.partition('.')[0])
+    return RequestError(400, message, param=where.partition('.')[0] or None)
 
   async def _answer_health(self, request) -> responses.Response:
     body = self.health()

@@ -153,13 +153,13 @@ class Batches:
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
     questions = self.stream.take(record['number'] - 1)
-    known = self.stream.by_id()
+    known: dict[str, types.Task] = {}
+    if self.max_num_gen_batches > 1:  # some may have been replaced
+      known = self.stream.by_id()
     tasks = []
     for row in record['episodes']:
       task = questions[row['group'] // self.rows_per_episode]
-      if self.max_num_gen_batches > 1:  # it may have been replaced
-        task = known.get(row['task'], task)
-      tasks.append(task)
+      tasks.append(known.get(row['task'], task))
     return from_json(record, tasks)
 
   def _first_sizes(self, questions):

@@ -60,6 +60,7 @@ _PROBE_TEMPERATURE = 0.8
 _LOAD_S = 900.0  # time limit of a request that is not a turn
 _MAX_CONNECTIONS = 1024
 _LABEL = re.compile('([0-9a-f]{8})-.*')  # the run, and the version of its weights
+_VERSION = re.compile(r'\d{6,}(\.partial)?')  # the name of a version's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RemoteEngine:
       check_stopped: Callable[[], bool],
   ):
     self.address = address.strip().rstrip('/').removesuffix('/v1')
-    self.answered_at = 0.0  # monotonic time of the newest answer
+    self.answered_at = 0.0  # monotonic time of the newest turn, load or sign of being busy
     self.push_s = 0.0  # seconds of all pushes
     self._api = api
     self._run = run
@@ -130,7 +131,9 @@ class RemoteEngine:
     request = dataclasses.replace(request, label=self._label(weights))
     try:
       with self._failures():
-        return self._api.sample(self._send_turn, request), weights.version
+        answer = self._api.sample(self._send_turn, request)
+      self.answered_at = time.monotonic()
+      return answer, weights.version
     finally:
       with self._turn_ended:
         self._num_turns -= 1
@@ -171,7 +174,8 @@ class RemoteEngine:
           self._check_stopped()
       self._version = _IN_QUESTION  # turns that failed before the load do not matter
       self._api.load(self._send_load, weights.folder, label)
-      self.push_s += time.monotonic() - started
+      self.answered_at = time.monotonic()
+      self.push_s += self.answered_at - started
     self._had_weights = True
     with self._turn_ended:
       if self._version == _IN_QUESTION:
@@ -209,7 +213,6 @@ class RemoteEngine:
     """Context manager of requests. After a failure the engine's weights are unknown."""
     try:
       yield
-      self.answered_at = time.monotonic()
     except http_client.Temporary as error:
       raise self._failed(error) from error
     except (LookupError, TypeError, ValueError) as error:  # its answer has another form
@@ -277,11 +280,12 @@ class WeightFolders:
     weights = RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
     partial_folder = weights.folder + '.partial'
     self._write(params, partial_folder)
-    self._written.append(weights)
+    if hosts.is_writer():
+      os.rename(partial_folder, weights.folder)
+    self._written.append(weights)  # once it is there, because turns in other threads push it
     expired = self._written[: -self._num_versions]
     del self._written[: -self._num_versions]
     if hosts.is_writer():
-      os.rename(partial_folder, weights.folder)
       for old in expired:
         shutil.rmtree(old.folder, ignore_errors=True)
     return weights
@@ -290,8 +294,9 @@ class WeightFolders:
     """Removes all versions, and the folder if it then is empty. Other files stay."""
     if not hosts.is_writer():
       return
-    for folder in glob.glob('[0-9]' * 6 + '*', root_dir=self._folder):
-      shutil.rmtree(os.path.join(self._folder, folder), ignore_errors=True)
+    names = glob.glob('*', root_dir=self._folder)
+    for name in filter(_VERSION.fullmatch, names):
+      shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
     with contextlib.suppress(OSError):  # there are other files, or no folder
       os.rmdir(self._folder)
 
