@@ -11,6 +11,7 @@ All have the embedded model in float32 on the same cores. Prints JSON lines:
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -71,20 +72,27 @@ def _start(resources, folder, weights, kind):
   return servers.wait_until_healthy(process, port)
 
 
-def _agents(weights, addresses, number):
-  """Returns {name: agent}, and the parameters."""
+def _make_config(weights, number):
   config = st_ppo_tiny.get_config()
   config.rollout.rows = number
   config.rollout.width = number
   config.rollout.engine_folder = weights
+  return config
+
+
+def _agents(weights, addresses, number):
+  """Returns {name: agent}, and the parameters."""
+  config = _make_config(weights, number)
   model, params = prepare.load_policy(config)
   params = jax.tree.map(jax.numpy.asarray, params)
   own = components.make_agent(config, model)
   agents = {'ours': own}
   for kind, address in addresses.items():
+    config = _make_config(weights, number)  # an agent reads its own when it is opened
     config.rollout.engine = address
     config.rollout.engine_kind = kind
-    agents[kind] = agent_lib.with_engines(own)
+    agent = dataclasses.replace(own, config=config)
+    agents[kind] = agent_lib.with_engines(agent)
   return agents, params
 
 
