@@ -259,7 +259,7 @@ class AlgorithmSettings(Section):
   """
 
   variant: str = setting(
-      'st_ppo', 'a row of the table, or a custom Variant', allowed=tuple(variants.VARIANTS),
+      'st_ppo', 'name of an algorithm, or a custom Variant', allowed=tuple(variants.VARIANTS),
       plugin=True)
   options: dict[str, Any] = setting(
       {}, 'fields that a custom Variant adds; --config.algorithm.options.NAME=VALUE sets one')
@@ -273,8 +273,8 @@ class AlgorithmSettings(Section):
 class TeacherSettings(Section):
   """On-policy distillation: a teacher scores the tokens that the policy has sampled.
 
-  The advantage of a token is the teacher's log-prob minus the policy's. The row 'distillation' has
-  no other advantage. The teacher must have the policy's tokenizer.
+  The advantage of a token is the teacher's log-prob minus the policy's. The algorithm
+  'distillation' has no other advantage. The teacher must have the policy's tokenizer.
   """
 
   folder: str = setting(

@@ -422,7 +422,7 @@ def check_variant(config: Config, variant: Variant) -> None:
 
 
 def _check_teacher(config: Config, variant: Variant) -> None:
-  """Checks the teacher of on-policy distillation, and the row that has no other advantage."""
+  """Checks the teacher of on-policy distillation, and the variant that has no other advantage."""
   teacher = config.teacher
   has_teacher = bool(teacher.folder or teacher.address)
   if teacher.folder and teacher.address:
@@ -441,7 +441,7 @@ def _check_teacher(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.algorithm.variant={config.algorithm.variant!r} compares rows by their '
         "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
-        'choose another row'
+        'choose another variant'
     )
   if _is_cut(config):
     raise UserError(

@@ -129,7 +129,7 @@ def play(
       sampler or make_sampler(),
       make_params(),
       make_tokenizer(),
-      episode_lib.Rows(envs, tasks, groups, keys),
+      episode_lib.EpisodeInputs(envs, tasks, groups, keys),
       episode_lib.EpisodeRules(ENV, limits, **how),
       run,
   )
@@ -342,7 +342,7 @@ class PlayTest(parameterized.TestCase):
     tasks = [types.Task('a', seed=7), types.Task('b'), types.Task('b')]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     envs = [Seeded('a', [ANSWER]) for _ in tasks]
-    rows = episode_lib.Rows(envs, tasks, range(3), keys)
+    rows = episode_lib.EpisodeInputs(envs, tasks, range(3), keys)
     rules = episode_lib.EpisodeRules(ENV, LIMITS)
     episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)
     self.assertEqual(seeds, [7, *episode_lib.episode_seeds(keys)[1:]])
@@ -429,7 +429,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
     envs = [RaisingEnv(prompt, script) for prompt, script in zip(prompts, scripts)]
     tasks = [types.Task(f't{i}', 'q', ('a',)) for i in range(3)]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
-    rows = episode_lib.Rows(envs, tasks, range(3), keys)
+    rows = episode_lib.EpisodeInputs(envs, tasks, range(3), keys)
     rules = episode_lib.EpisodeRules(ENV, LIMITS, **how)
     return episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)[0]
 

@@ -63,9 +63,9 @@ class OutcomesTest(absltest.TestCase):
     for role, skipped in (('a', 1), ('b', 0)):
       step = episodes_lib.StepMetrics(np.array([0]), {'actor/skipped': skipped}, {})
       parts.append(([episode(number=0, role=role)], [step]))
-    self.assertEqual(sum(outcomes.of_update(parts).values()), 1)
-    self.assertEqual(outcomes.of_update(parts)['skipped'], 1)
-    self.assertEqual(outcomes.of_update(parts[1:])['answered'], 1)
+    self.assertEqual(sum(outcomes.count_update(parts).values()), 1)
+    self.assertEqual(outcomes.count_update(parts)['skipped'], 1)
+    self.assertEqual(outcomes.count_update(parts[1:])['answered'], 1)
 
   def test_failure_is_no_skipped_episode(self):
     counts = outcomes.count(EPISODES['retrieval_failed'], {0})
@@ -83,11 +83,11 @@ class OutcomesTest(absltest.TestCase):
     second = outcomes.as_metrics('outcome', outcomes.count(EPISODES['truncated']))
     old = outcomes.as_metrics('val-outcome', outcomes.count(EPISODES['truncated']))
     new = outcomes.as_metrics('val-outcome', outcomes.count(EPISODES['answered']))
-    tables = outcomes.of_run([old, first, {'step': 2} | second | new])
+    tables = outcomes.count_run([old, first, {'step': 2} | second | new])
     self.assertEqual((tables['training']['answered'], tables['training']['truncated']), (1, 1))
     self.assertEqual(sum(tables['training'].values()), 2)
     self.assertEqual(tables['last evaluation'], outcomes.count(EPISODES['answered']))
-    self.assertEqual(outcomes.of_run([{'step': 0}]), {})
+    self.assertEqual(outcomes.count_run([{'step': 0}]), {})
 
 
 if __name__ == '__main__':

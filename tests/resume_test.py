@@ -329,8 +329,8 @@ class ResumeTest(parameterized.TestCase):
     contents = pipelines.Pipeline.contents
 
     def wait(pipeline):
-      for ahead in pipeline._ahead:
-        ahead.future.result()
+      for queued in pipeline._queue:
+        queued.future.result()
       return contents(pipeline)
 
     with mock.patch.object(pipelines.Pipeline, 'contents', wait):

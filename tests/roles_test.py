@@ -90,7 +90,7 @@ def play(scripts, roles=ROLES, first=FIRST, groups=None, threads=0, limits=episo
       episode_test.make_sampler(),
       episode_test.make_params(),
       episode_test.make_tokenizer(),
-      episode_lib.Rows(envs, tasks, groups, keys),
+      episode_lib.EpisodeInputs(envs, tasks, groups, keys),
       episode_lib.EpisodeRules(env, limits, threads=threads),
   )
   return episodes, envs
@@ -186,7 +186,7 @@ class PlayTest(parameterized.TestCase):
           episode_test.make_sampler(),
           episode_test.make_params(),
           episode_test.make_tokenizer(),
-          episode_lib.Rows(envs, [types.Task(id=str(i))], [i], keys),
+          episode_lib.EpisodeInputs(envs, [types.Task(id=str(i))], [i], keys),
           episode_lib.EpisodeRules(ENV, episode_test.LIMITS),
       )
       for one, other in zip(alone, together[2 * i : 2 * i + 2]):
@@ -216,7 +216,9 @@ class PlayTest(parameterized.TestCase):
     def play_with(params):
       tasks = [types.Task(id=str(i)) for i in range(7)]
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
-      rows = episode_lib.Rows([ScriptedEnv(FIRST, SCRIPT) for _ in tasks], tasks, range(7), keys)
+      rows = episode_lib.EpisodeInputs(
+          [ScriptedEnv(FIRST, SCRIPT) for _ in tasks], tasks, range(7), keys
+      )
       rules = episode_lib.EpisodeRules(ENV, episode_test.LIMITS)
       return episode_lib.play(sampler, params, tokenizer, rows, rules)[0]
 

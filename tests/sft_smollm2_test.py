@@ -198,7 +198,7 @@ class TokensTest(parameterized.TestCase):
         None,
         None,
         tokenizer,
-        episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
+        episode_loop.EpisodeInputs([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
         episode_loop.EpisodeRules(env_factory, limits),
         scripted(spoken),
     )

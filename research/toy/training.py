@@ -329,20 +329,20 @@ class Work(update.StepInputs):
   state_values: Callable  # params -> values [b,T]
   extras: Callable = lambda params: {}  # params -> further TokenOutputs {name: [b,T]}
 
-  def policy(self, layout):
+  def policy_vjp(self, layout):
     def outputs(actor):
       logp, entropy = self.log_probs(actor)
       return objectives.TokenOutputs(logp, entropy=entropy, **self.extras(actor))
 
     return jax.vjp(outputs, self.state.actor)
 
-  def values(self, layout):
+  def values_vjp(self, layout):
     return jax.vjp(self.state_values, self.state.critic)
 
   def placed(self, grads):
     return grads
 
-  def sum(self, function, packing):
+  def sum_micro_batches(self, function, packing):
     return function(_Rows(self.weights.mask))
 
 

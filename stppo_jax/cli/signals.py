@@ -20,9 +20,9 @@ def handled() -> Iterator[Callable[[], bool]]:
   function returns true.
 
   Training calls the function in two places. Between updates `Run.remaining_updates` calls it and
-  ends the loop. While episodes are played or the run waits for a retriever, `hosts.end_if` calls it
-  and raises Stopped, which `Run.guard` catches. In both cases `Run.finish` saves the updates that
-  are done, and the command ends with exit code 0.
+  ends the loop. While episodes are played or the run waits for a retriever,
+  `hosts.raise_if_stopped` calls it and raises Stopped, which `Run.guard` catches. In both cases
+  `Run.finish` saves the updates that are done, and the command ends with exit code 0.
   """
   terminated = threading.Event()
   interrupted = threading.Event()

@@ -121,7 +121,8 @@ def by_writer(function: Callable[..., Any], *args: Any) -> Any:
 
   If it raises a UserError, RunError or Stopped, all processes raise it.
   """
-  result = error = None
+  result = None
+  error = None
   if is_writer():
     try:
       result = function(*args)
@@ -167,7 +168,7 @@ def posted(name: str) -> str:
   return _exchange().posted(name) if jax.process_count() > 1 else ''
 
 
-def end_if(requested: Callable[[], bool]) -> None:
+def raise_if_stopped(requested: Callable[[], bool]) -> None:
   """Raises Stopped on all processes if `requested()` is true on any. All processes call it."""
   if any(share(requested())):
     raise types.Stopped
@@ -190,6 +191,7 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
     own_envs = [stepped[i] for i in own]
     own_actions = [actions[i] for i in own]
     shares = share(stepping.step_all(own_envs, own_actions, map_all))
+    # A process steps its environments in their order. So its next outcome is that of its next one.
     outcomes = [iter(outcomes_of_process) for outcomes_of_process in shares]
     return [tuple(next(outcomes[owner])) for owner in step_owners]
 

@@ -150,9 +150,11 @@ def whole_turn(
     return text
   if stop_reason is not Ellipsis:
     return text + stop_reason if stop_reason in stops else text
-  opened = {text.rfind('<' + stop[2:]): stop for stop in stops if stop.startswith('</')}
-  last = max(opened, default=-1)
-  return text + opened[last] if last >= 0 else text
+  closing_tags = [stop for stop in stops if stop.startswith('</')]
+  # Where each tag was opened last, and its closing tag. -1: the tag was never opened.
+  closing_by_place = {text.rfind('<' + tag[2:]): tag for tag in closing_tags}
+  last_place = max(closing_by_place, default=-1)
+  return text + closing_by_place[last_place] if last_place >= 0 else text
 
 
 def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:

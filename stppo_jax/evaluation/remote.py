@@ -180,7 +180,8 @@ class RemotePlayer(players.Player):
         break
       observation, is_over = _add_turn(episode, turn, stepping.step(env, turn.text))
       if turn.total_tokens >= self._config.rollout.max_total and not is_over:
-        episode.truncated = is_over = True
+        episode.truncated = True
+        is_over = True
       texts.append((turn.text, '' if is_over else observation))
       messages += [
           {'role': 'assistant', 'content': turn.text},

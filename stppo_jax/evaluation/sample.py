@@ -51,7 +51,7 @@ def sample(
     if hosts.by_writer(os.path.exists, path):
       continue
     try:
-      hosts.end_if(stop_requested)
+      hosts.raise_if_stopped(stop_requested)
       batch = batches.sample(params, number, 0)
     except Stopped:
       logging.info('stopped before %s: the same command continues there', path)

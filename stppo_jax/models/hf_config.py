@@ -213,7 +213,10 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
 
 def table(config: decoder.ModelConfig) -> list[Entry]:
   """Returns every tensor of a folder of this family and head, with its path in our tree."""
-  d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
+  d = config.d_model
+  f = config.d_ff
+  v = config.vocab_size
+  h = config.head_dim
   query = config.num_heads * h
   key = config.num_kv_heads * h
   attention = 'layers/attention'

@@ -56,6 +56,7 @@ class Journal(contextlib.ExitStack):
     self._recorder: episodes_lib.Recorder | None = None
     if hosts.is_writer():
       self._recorder = self.enter_context(episodes_lib.Recorder(workdir))
+      last_line = first - 1 if unfinished else first
       writer = metrics_lib.MetricsWriter(
           workdir,
           tensorboard=self._log['tensorboard'],
@@ -63,7 +64,7 @@ class Journal(contextlib.ExitStack):
           tracker=self._log['tracker'],
           run_name=config['name'],
           config_json=json.dumps(config),
-          resume_step=first - unfinished if first else -1,
+          resume_step=last_line if first else -1,
       )
       self._writer = self.enter_context(writer)
     rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
@@ -85,7 +86,9 @@ class Journal(contextlib.ExitStack):
     line = f'{self._main.split("/")[-1]} {scores[self._main]:.3f}'
     by_hops = [name for name in scores if f'{self._main}_hops' in name]
     if by_hops:
-      line += f'  ({"  ".join(f"{name[-5:]} {scores[name]:.3f}" for name in by_hops)})'
+      # The names end in hops1, hops2, ..
+      by_hops_texts = [f'{name[-5:]} {scores[name]:.3f}' for name in by_hops]
+      line += f'  ({"  ".join(by_hops_texts)})'
     logging.info('held out after %d updates: %s', n, line)
     if failed := pipeline.failed_share(episodes):
       logging.warning(

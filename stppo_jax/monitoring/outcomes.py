@@ -41,12 +41,12 @@ def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> d
 
 def skipped_rows(rows: Sequence[Sequence[int]], is_skipped: Sequence[Any]) -> set[int]:
   """Returns the rows of which every optimizer step was skipped, from the rows of each step."""
-  of_skipped = [step for step, skipped in zip(rows, is_skipped) if skipped]
-  of_others = [step for step, skipped in zip(rows, is_skipped) if not skipped]
-  return set(np.ravel(of_skipped).tolist()) - set(np.ravel(of_others).tolist())
+  skipped_steps = [step for step, skipped in zip(rows, is_skipped) if skipped]
+  other_steps = [step for step, skipped in zip(rows, is_skipped) if not skipped]
+  return set(np.ravel(skipped_steps).tolist()) - set(np.ravel(other_steps).tolist())
 
 
-def of_update(
+def count_update(
     parts: Sequence[tuple[Sequence[types.Episode], Sequence[episodes_lib.StepMetrics]]],
 ) -> dict[str, int]:
   """Returns the counts of an update, from the rows and the optimizer steps of each policy."""
@@ -73,7 +73,7 @@ def from_metrics(prefix: str, *rows: Mapping[str, Any]) -> dict[str, int]:
   return {name: sum(line.get(f'{prefix}/{name}', 0) for line in lines) for name in MEANINGS}
 
 
-def of_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def count_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
   """Returns the counts of all updates, and of the last evaluation, from lines of metrics.jsonl."""
   evaluations = [row for row in rows if 'val-outcome/answered' in row]
   tables = {

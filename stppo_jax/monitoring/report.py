@@ -98,7 +98,7 @@ def page_data(workdir: str) -> dict[str, Any]:
       'seconds': sum(row.get('timing_s/step') or 0.0 for row in rows),
       'warnings': warnings(rows),
       'results': _results(rows, groups),
-      'outcomes': outcomes.of_run(rows),
+      'outcomes': outcomes.count_run(rows),
       'provenance': provenance.newest(workdir),
       'highlights': highlights,
       'settings': {name: json.dumps(value) for name, value in settings.items()},

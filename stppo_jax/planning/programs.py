@@ -60,11 +60,12 @@ class CompiledProgram:
 
 def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[CompiledProgram]:
   """Yields the programs of an optimizer step and of the annotation of a batch."""
-  train, held = plan.config.train, plan.held_per_device
+  train = plan.config.train
+  held = plan.held_per_device
   longest = train.length_buckets[-1]
-  of_sampling = ahead(plan)
+  sampling_bytes = bytes_ahead(plan)
   if plan.config.pipeline.staleness:
-    of_sampling += held['KV cache']
+    sampling_bytes += held['KV cache']
   functions = update.compile_functions(spec, state, frozen, plan.mesh)
   model = spec.actor
   replayed_model = model if spec.routing_replay == 'sampling' else None
@@ -81,7 +82,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
       name='update',
       unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
       runs=train.epochs * num_steps,
-      resident=held['reference policy'] + held['teacher'] + of_sampling,
+      resident=held['reference policy'] + held['teacher'] + sampling_bytes,
       traced=functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch)),
       trips=train.mini_batch // train.micro_batch,
   )
@@ -89,7 +90,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
       name='annotate',
       unit=f'log-probs and values of {train.episodes} episodes {micro}',
       runs=1,
-      resident=held['optimizers'] + of_sampling,
+      resident=held['optimizers'] + sampling_bytes,
       traced=annotate,
       trips=train.mini_batch // train.micro_batch,
   )
@@ -97,7 +98,9 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
 
 def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   """Yields the programs of a rollout, in which all slot groups are full."""
-  config, held, sampler = plan.config, plan.held_per_device, plan.sampler
+  config = plan.config
+  held = plan.held_per_device
+  sampler = plan.sampler
   lengths = config.rollout
   traced = sampler.trace(params, lengths.max_total)
   decodes = -(-config.train.episodes // sampler.width)
@@ -107,7 +110,7 @@ def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
   cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
-  training_state = held['critic'] + held['optimizers'] + ahead(plan)
+  training_state = held['critic'] + held['optimizers'] + bytes_ahead(plan)
   training_state += held['reference policy'] + held['teacher']
   others = training_state + held['policy']
   axes = (f'{axis} {layout.num_shards(sampler.row_sharding, axis)}' for axis in ('data', 'tensor'))
@@ -141,7 +144,7 @@ def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   )
 
 
-def ahead(plan: Any) -> int:
+def bytes_ahead(plan: Any) -> int:
   """Returns the bytes per device of the copies held for batches that are sampled ahead.
 
   With staleness s these are the copies of the last s updates: see `pipeline.Pipeline.take`.

@@ -40,7 +40,8 @@ def _sampler(plan):
 
 def _memory(plan):
   """Yields the rows about memory: what a run holds, and the peak of each program."""
-  programs, memory = plan.programs, plan.chip.memory
+  programs = plan.programs
+  memory = plan.chip.memory
   yield _row('held during a run', 'GiB in total', 'GiB per device')
   for name, (total, each) in plan.held.items():
     if total:
@@ -93,7 +94,9 @@ def _times(plan):
 
 def _sampling(plan):
   """Yields the rows about sampling; none without the chip's figures."""
-  token, rollout, chip = plan.token, plan.rollout, plan.chip
+  token = plan.token
+  rollout = plan.rollout
+  chip = plan.chip
   if rollout is None:
     return
   full = plan.sampler.slot_buckets[-1] * token.cache

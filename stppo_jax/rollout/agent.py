@@ -80,7 +80,7 @@ class Agent:
 
       def step_envs(stepped, texts):
         if give_up is not None:
-          hosts.end_if(give_up)
+          hosts.raise_if_stopped(give_up)
         return step_all(stepped, texts, map_all)
 
       rules = episode_lib.EpisodeRules(
@@ -92,11 +92,13 @@ class Agent:
           strict=rollout.max_failed == 0,
       )
       sampler = self.greedy if greedy else self.sampler
-      rows = episode_lib.Rows(envs, tasks, groups, keys)
+      inputs = episode_lib.EpisodeInputs(envs, tasks, groups, keys)
       copy = self.sampler.copy(params)
-      episodes, self.report = episode_lib.play(sampler, copy, self.tokenizer, rows, rules, self.run)
+      episodes, self.report = episode_lib.play(
+          sampler, copy, self.tokenizer, inputs, rules, self.run
+      )
     if give_up is not None:
-      hosts.end_if(give_up)
+      hosts.raise_if_stopped(give_up)
     return episodes
 
 

@@ -26,14 +26,14 @@ def to_turn_batch(
     sharding: jax.sharding.Sharding | None = None,  # row axis; None: the default device
     marks_demonstrations: bool = False,  # also a batch without any has the column `demonstrated`
 ) -> types.TurnBatch:
-  """Pads the episodes to one length and moves them to the device.
+  """Pads the episodes to one length and moves them to the device. `packing.to_device` calls it.
 
   The reward of a turn stands on its last token. Failed episodes and padding rows have action_mask,
   turn_ids and rewards 0: they are in the batch, but in no sum. Choice: each of these rows is
   a group of its own, so that a group's baseline is that of its real scores.
   """
   rows = len(episodes) if rows is None else rows
-  if not 0 < rows >= len(episodes):
+  if rows < 1 or rows < len(episodes):
     raise types.UserError(f'{len(episodes)} episodes do not fit in a batch of {rows} rows')
   unrolled = [episode.unroll() for episode in episodes]
   lengths = [len(tokens) for tokens, _, _ in unrolled]
@@ -46,7 +46,7 @@ def to_turn_batch(
     )
   length = min(fitting)
   shapes = batch_shapes(rows, length)
-  zeros = lambda shape: np.zeros(shape.shape, shape.dtype)
+  zeros = lambda leaf: np.zeros(leaf.shape, leaf.dtype)
   batch: Any = jax.tree.map(zeros, shapes)
   batch.tokens[:] = pad_id
   groups = [episode.group for episode in episodes]
@@ -54,13 +54,13 @@ def to_turn_batch(
   batch.group_ids[:] = np.arange(first_unused, first_unused + rows)
   for b, episode in enumerate(episodes):
     row_tokens, row_turn_ids, row_logp = unrolled[b]
-    place = b, slice(len(row_tokens))
-    batch.tokens[place] = row_tokens
+    row_length = len(row_tokens)
+    batch.tokens[b, :row_length] = row_tokens
     if not trained_length(episode):
       continue
-    batch.turn_ids[place] = row_turn_ids
+    batch.turn_ids[b, :row_length] = row_turn_ids
     if not episode.demonstrated:  # else there is none
-      batch.behaviour_logp[place] = row_logp
+      batch.behaviour_logp[b, :row_length] = row_logp
     batch.group_ids[b] = episode.group
     batch.truncated[b] = episode.truncated
     end = len(episode.prompt)

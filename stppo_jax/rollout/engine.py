@@ -323,11 +323,11 @@ class _Engine:
     group.last_prefill = None
     if not self._sampler.in_place:
       self._prefill_prompts(group)
-      self._prefill_rows(group, group.rows_in('ready'))
+      self._prefill_copies(group, group.rows_in('ready'))
       for other in self._emptier_groups(group):
         rows = other.rows_in('decoding') + other.rows_in('ready')
         num_free = len(group.free())
-        self._prefill_rows(group, rows[:num_free])
+        self._prefill_copies(group, rows[:num_free])
     elif self._should_prefill(group):
       group.prefill_in_place()
     self._lap('prefill')
@@ -387,7 +387,7 @@ class _Engine:
         source = batch.index(next_prompt)
         queue.shared = _SharedPrompt(next_prompt, prefilled, source)
 
-  def _prefill_rows(self, group, sequences):
+  def _prefill_copies(self, group, sequences):
     """Prefills rows out of place. Rows of another group move to this one."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.ids))
     for batch in sampling.batched(by_length, self._sampler.prefill_rows):
@@ -396,7 +396,7 @@ class _Engine:
       if home is not group:
         for sequence, slot in zip(batch, group.free()):
           sequence.occupy(group, slot)
-      group.prefill_rows(home, slots, batch)
+      group.prefill_copies(home, slots, batch)
 
   def _admit(self, group):
     """Gives the free slots to the next sequences."""

@@ -50,7 +50,7 @@ class EpisodeLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class EpisodeInputs:
   """What is played: an entry per episode, in their order."""
 
   envs: Sequence[protocol.Env]  # one per task
@@ -75,7 +75,7 @@ def play(
     sampler: sampler_lib.Sampler,
     params,
     tokenizer: tokenizer_lib.Tokenizer,
-    rows: Rows,
+    inputs: EpisodeInputs,
     rules: EpisodeRules,
     run: Callable[..., engine.Report] = engine.run,
 ) -> tuple[list[types.Episode], engine.Report]:
@@ -94,9 +94,9 @@ def play(
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
   prompts: list[engine.Prompt] = []  # one per environment and role
-  seeds = reset_seeds(rows.keys, rows.tasks)
-  resets = rules.map_resets(stepping.reset, rows.envs, seeds)
-  for task, group, reset in zip(rows.tasks, rows.groups, resets, strict=True):
+  seeds = reset_seeds(inputs.keys, inputs.tasks)
+  resets = rules.map_resets(stepping.reset, inputs.envs, seeds)
+  for task, group, reset in zip(inputs.tasks, inputs.groups, resets, strict=True):
     state = EpisodeState(task, framing, rules, group, len(states))
     prompt = state.observe(*reset)
     states.append(state)
@@ -113,14 +113,14 @@ def play(
   def respond(completions: list[engine.TurnCompletion]) -> list[engine.Prompt]:
     texts = [action_text(tokenizer, completion.turn.tokens) for completion in completions]
     numbers = [completion.index // num_roles for completion in completions]
-    envs = [rows.envs[i] for i in numbers]
+    envs = [inputs.envs[i] for i in numbers]
     outcomes = rules.step_envs(envs, texts)
     prompts = []
     for i, completion, outcome in zip(numbers, completions, outcomes):
       prompts.append(states[i].record(completion.turn, outcome))
     return prompts
 
-  keys = rows.keys
+  keys = inputs.keys
   if num_roles > 1:
     keys = role_keys(keys, num_roles)
   report = run(sampler, params, prompts, keys, respond, rules.threads)

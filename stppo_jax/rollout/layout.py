@@ -67,7 +67,7 @@ def num_shards(row_sharding: NamedSharding | None, axis: str) -> int:
   return shape['data'] * shape['fsdp']
 
 
-def of_context(row_sharding: NamedSharding | None) -> NamedSharding | None:
+def context_sharding(row_sharding: NamedSharding | None) -> NamedSharding | None:
   """Returns the sharding of keys and values [B,M,..], over rows and heads."""
   if row_sharding is None:
     return None

@@ -97,6 +97,8 @@ class Batches:
     rounds = [self._play(params, key, questions, self._first_sizes(questions))]
     _check_prompts(rounds[0].episodes, number)
     groups = dict(rounds[0].groups)
+
+    # Dynamic sampling: other questions replace those whose scores are all equal.
     used = {task.id for task in questions.values()}
     while len(rounds) < self.max_num_gen_batches:
       equal = [i for i, group in groups.items() if not has_spread(group)]
@@ -113,12 +115,15 @@ class Batches:
         if has_spread(group):
           groups[i] = group
           questions[i] = new_questions[i]
+
+    # Allocation: a second round of the same questions makes the groups larger.
     if self.allocation is not None:
       round_key = jax.random.fold_in(key, 1)
       one_round = self._play(params, round_key, questions, self._further_sizes(groups))
       rounds.append(one_round)
       for i, group in one_round.groups.items():
         groups[i] = groups[i] + group
+
     played = _joined(one_round.episodes for one_round in rounds)
     demonstrated = self._demonstrate(key, questions)
     check_environment(played + _joined(demonstrated.values()), self.max_failed)
@@ -344,7 +349,7 @@ class Pipeline:
     self._copy = copy
     self._sampling = threading.Lock()  # held while a batch is sampled
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
-    self._ahead: collections.deque[_Ahead] = collections.deque(map(_Ahead, ahead))
+    self._queue: collections.deque[_QueuedBatch] = collections.deque(map(_QueuedBatch, ahead))
 
   def take(self, params: Any, number: int) -> Sampled:
     """Returns batch `number`; starts sampling batch number + staleness with `params`.
@@ -356,14 +361,14 @@ class Pipeline:
     copy = self._copy(params)
     if self._thread is None:
       return self._receive(lambda: self._sample(copy, number, 0))
-    for staleness in range(len(self._ahead), self._staleness + 1):
-      self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, copy)))
-    for ahead in self._ahead:
-      if ahead.future is None and hosts.is_writer():  # several processes have engines
-        ahead.future = self._thread.submit(self._run, ahead)
-    first = self._ahead[0]
+    for staleness in range(len(self._queue), self._staleness + 1):
+      self._queue.append(_QueuedBatch(Unsampled(number + staleness, staleness, copy)))
+    for queued in self._queue:
+      if queued.future is None and hosts.is_writer():  # several processes have engines
+        queued.future = self._thread.submit(self._run, queued)
+    first = self._queue[0]
     batch = self._receive(lambda: first.future.result())
-    self._ahead.popleft()
+    self._queue.popleft()
     return batch
 
   def contents(self) -> list[Sampled | Unsampled]:
@@ -372,7 +377,7 @@ class Pipeline:
     Waits for none, finished or not. Choice: leaves out batches that engines are still to sample. A
     resumed run samples them with the weights that it has then.
     """
-    batches = [ahead.batch for ahead in self._ahead]
+    batches = [queued.batch for queued in self._queue]
     return [batch for batch in batches if not _is_remote(batch)]
 
   def idle(self) -> threading.Lock:
@@ -387,13 +392,13 @@ class Pipeline:
     if self._thread is not None:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
-  def _run(self, ahead):
+  def _run(self, queued):
     """Returns the batch. If it is still to be sampled, frees the copy of the parameters then."""
-    batch = ahead.batch
+    batch = queued.batch
     if isinstance(batch, Unsampled):
       with self._sampling:
-        ahead.batch = self._sample(batch.params, batch.number, batch.staleness)
-    return ahead.batch
+        queued.batch = self._sample(batch.params, batch.number, batch.staleness)
+    return queued.batch
 
 
 def _is_remote(batch):
@@ -401,7 +406,7 @@ def _is_remote(batch):
 
 
 @dataclasses.dataclass
-class _Ahead:
+class _QueuedBatch:
   """A batch ahead; `future` samples it, unless the checkpoint held it."""
 
   batch: Sampled | Unsampled
@@ -490,7 +495,7 @@ def pause(
 ) -> None:
   """Sleeps; raises Stopped within a second of `stop_requested()`."""
   while seconds > 0:
-    hosts.end_if(stop_requested)
+    hosts.raise_if_stopped(stop_requested)
     sleep(min(seconds, 1.0))
     seconds -= 1.0
 

@@ -36,7 +36,7 @@ class Context:
 
   @property
   def slots(self) -> int:
-    """Number of tokens that a row has room for."""
+    """Cache slots per row: the number of tokens that a row has room for."""
     return self.v[0].shape[2]
 
 
@@ -140,7 +140,7 @@ class Sampler:
     if row_sharding is not None:
       mesh: Any = row_sharding.mesh
       everywhere = sharding.replicated(mesh)
-    cache_sharding: Any = layout.of_context(row_sharding)
+    cache_sharding: Any = layout.context_sharding(row_sharding)
     logits_sharding: Any = row_sharding
     context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
     self._everywhere = everywhere
@@ -365,14 +365,14 @@ class Sampler:
     stopped_state = len(stop_table) - 1
     is_decoded = rows.budgets > 0
     num_decoded = jnp.sum(is_decoded)
-    fewest = num_decoded - enough
-    fewest = jnp.maximum(fewest, 0)
+    alive_at_end = num_decoded - enough
+    alive_at_end = jnp.maximum(alive_at_end, 0)
 
     def is_running(state):
       _, sampled, step = state
       num_alive = jnp.sum(sampled.alive)
       has_steps = step < max_steps
-      needs_more = num_alive > fewest
+      needs_more = num_alive > alive_at_end
       return has_steps & needs_more
 
     def sample_one(state):

@@ -2,6 +2,9 @@
 
 `engine` plays episodes in several groups of slots. The `scheduler` of the gateway has one group, in
 which each request has a slot.
+
+A slot of this module is a row of the cache, for one sequence. The cache slots that
+`Sampler.max_slots` and `Context.slots` count are the S places for tokens in each row.
 """
 
 from collections.abc import Sequence
@@ -97,7 +100,7 @@ class SlotGroup:
     context = sampler.empty(sampler.prefill_rows, self.context.slots)
     return self._prefill(context, sequences)
 
-  def prefill_rows(self, home: 'SlotGroup', slots: Sequence[int], sequences: Sequences) -> None:
+  def prefill_copies(self, home: 'SlotGroup', slots: Sequence[int], sequences: Sequences) -> None:
     """Prefills copies of at most `prefill_rows` rows of `home`, for the slots of the sequences."""
     sampler = self._sampler
     lengths = [sequence.length_with_ids for sequence in sequences]

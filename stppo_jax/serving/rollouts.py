@@ -120,7 +120,7 @@ class ProgramAgent(agent_lib.Agent):
       try:
         while futures.wait(runs, _POLL_S).not_done:
           if give_up is not None:
-            hosts.end_if(give_up)
+            hosts.raise_if_stopped(give_up)
       finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)

@@ -252,7 +252,7 @@ class Scheduler:
         self._prefill_forgotten()
         batches = self._take_waiting() if self._admits else []
         for rows, slots in batches:
-          self._group.prefill_rows(self._group, slots, rows)
+          self._group.prefill_copies(self._group, slots, rows)
         self.counts.prefill_tokens = self._group.prefill_tokens
         if self.running:
           self._decode()
@@ -363,7 +363,7 @@ class Scheduler:
     """Prefills the contexts of requests in progress that were forgotten."""
     for rows in sampling.batched(self._group.rows_in('ready'), self._sampler.prefill_rows):
       slots = [row.slot for row in rows]
-      self._group.prefill_rows(self._group, slots, rows)
+      self._group.prefill_copies(self._group, slots, rows)
 
   def _end_all(self):
     with self._changed:

@@ -44,6 +44,14 @@ class Models(typing.NamedTuple):
   frozen: state_lib.Frozen
 
 
+class DealtRows(typing.NamedTuple):
+  """The rows of a policy, moved to the devices and dealt out to optimizer steps."""
+
+  episodes: list[types.Episode]  # in the order of the batch's rows
+  batch: types.TurnBatch
+  steps: list[packing.Step]
+
+
 class PolicyUpdate(typing.NamedTuple):
   """What an update of one policy was computed from, and what it measured."""
 
@@ -65,6 +73,11 @@ class Learners:
   """The policies of a run in training, by their names (see `EnvFactory.policies`).
 
   The policies have the same shapes. They share the compiled functions and what is frozen.
+
+  Three trees are called parameters. The `actor` is what is trained: all of the policy's parameters,
+  or its adapters. `policy(actor)` adds the frozen parameters, and is what a model takes.
+  `Batches.copy(actor)` is a copy of the policy in the layout for sampling, which training does not
+  overwrite.
 
   Attributes:
     spec: what is static about an update.
@@ -142,16 +155,16 @@ class Learners:
     The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
     _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
-    batches = {}
+    dealt = {}
     with timing('old_log_prob'):
       for name in self.states:
         rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
-        batches[name] = self._deal(rows, key)
+        dealt[name] = self._deal(rows, key)
     # All states are whole up to here: if a teacher's server fails, the run saves them.
     states = {}
     updates = []
-    for name, batch in batches.items():
-      states[name], policy_update = self._train(name, batch, timing)
+    for name, dealt_rows in dealt.items():
+      states[name], policy_update = self._train(name, dealt_rows, timing)
       updates.append(policy_update)
     # All at once: after an error, the run saves the state only if it belongs to one update.
     self.states = states
@@ -167,15 +180,15 @@ class Learners:
     batch, steps = packing.to_device(rows, self.bins, key)
     if self.teacher is not None:
       batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
-    return rows, batch, steps
+    return DealtRows(rows, batch, steps)
 
-  def _train(self, name, dealt, timing):
+  def _train(self, name, dealt_rows, timing):
     """Trains a policy on its batch: returns (new state, PolicyUpdate).
 
     The buffers of the old state are reused. If no step moves an extrapolated policy, the policy
     returns to where it was before.
     """
-    rows, batch, steps = dealt
+    rows, batch, steps = dealt_rows
     functions = self.functions
     frozen = self.frozen
     state = self.start_state(name)
@@ -266,8 +279,10 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
 def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:
   """Loads the models that a run trains, and the bases of adapters.
 
-  `load_model(config, head, folder, memory_kind)` returns a ModelConfig and parameters,
-  `make(function)` the tree that a function makes; both return shapes where a run is only planned.
+  `load_model(config, head, folder, memory_kind)` returns a ModelConfig and parameters, and
+  `make(function)` returns the tree that a function makes. `build` gives functions that return
+  arrays. Those of `planning.plan` return shapes, and so do those of `evaluation.policy` for the
+  parameters that a checkpoint holds.
   """
   options = config.model
   head, critic_head = model_heads(config, variant)

@@ -23,7 +23,7 @@ def train(run: run_lib.Run) -> dict[str, float]:
     with run.guard():
       sampled = run.sample(n)
       policy_updates = run.learners.update(sampled, run.timing)
-      metrics = run.measure(n, sampled, policy_updates)
+      metrics = run.measure(n, sampled, policy_updates)  # update n counts as done from here on
       if run.evaluation_is_due(n):
         metrics = run.evaluate(n, metrics)
       run.log(n, metrics)
@@ -45,14 +45,12 @@ def start(
   `profile` updates goes to workdir/profile.
   """
   variant = run_lib.check(config)
-  claim = recovery.claimed(config, variant, workdir)
-  with claim:
+  with recovery.hold_workdir(config, variant, workdir):
     parts = run_lib.setup(config)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
 
     def attempt(skip_through: int | None) -> dict[str, float]:
-      opened = run_lib.opened(parts, workdir, stop_requested, profile, skip_through)
-      with opened as run:
+      with run_lib.open_run(parts, workdir, stop_requested, profile, skip_through) as run:
         return train(run)
 
     on_nonfinite = config.train.on_nonfinite

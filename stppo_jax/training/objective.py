@@ -103,15 +103,16 @@ def make_variant(config: Config) -> Variant:
   _check_hashable(algorithm.variant, variant)
   functions = {}
   for column, names in variants.BUILT_IN.items():
-    given = getattr(variant, column)
-    if isinstance(given, str) and given not in names:
-      given = functions[column] = plugins.load(f'algorithm.{column}', given, names)
-    if not isinstance(given, str) and not callable(given):
+    part = getattr(variant, column)
+    if isinstance(part, str) and part not in names:
+      part = plugins.load(f'algorithm.{column}', part, names)
+      functions[column] = part
+    if not isinstance(part, str) and not callable(part):
       raise types.UserError(
           f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
           'stppo_jax/algorithms/variants.py'
       )
-  named = variant
+  variant_with_names = variant  # the columns as they are given, for messages
   variant = dataclasses.replace(variant, **functions)
   validation.check_variant(config, variant)
   for column in variants.BUILT_IN:
@@ -119,7 +120,7 @@ def make_variant(config: Config) -> Variant:
     if not callable(function):
       continue
     if wrong := checks.check(column, function, variant, config.rollout.group_size):
-      where = f'config.algorithm.{column}={getattr(named, column)!r}'
+      where = f'config.algorithm.{column}={getattr(variant_with_names, column)!r}'
       if column not in functions:
         where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
       raise types.UserError(f'{where}: {wrong}')
@@ -161,7 +162,8 @@ def _overrides(
 
 def warn_of_settings(config: Config, variant: Variant) -> None:
   """Logs settings that are allowed and seldom meant."""
-  train, name = config.train, config.algorithm.variant
+  train = config.train
+  name = config.algorithm.variant
   for columns, needed, has_needed in _NEEDED:
     for column in columns.split():
       if getattr(config.algorithm, column) is not None and not has_needed(variant):

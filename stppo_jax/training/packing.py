@@ -143,20 +143,21 @@ def to_device(
     rows = np.sort(rows)
     deals.append(rows)
   most_rows = max(map(len, deals))
-  size = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
-  num_rows = size * steps_per_epoch
+  rows_per_step = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
+  num_rows = rows_per_step * steps_per_epoch
   lengths = np.zeros(num_rows, np.int32)
   for row, episode in enumerate(episodes):
     lengths[row] = batching.trained_length(episode)
-  longest = bins.lengths[-1:]
+  largest_bucket = bins.lengths[-1:]
   batch = batching.to_turn_batch(
-      episodes, longest, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
+      episodes, largest_bucket, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
   )
   steps = []
   for i, rows in enumerate(deals):
-    if i % steps_per_epoch == 0:
-      padding = np.arange(len(episodes), num_rows)  # each row of padding once per epoch
-    num_padding = size - len(rows)
+    is_first_of_epoch = i % steps_per_epoch == 0
+    if is_first_of_epoch:  # its steps deal out each row of padding once
+      padding = np.arange(len(episodes), num_rows)
+    num_padding = rows_per_step - len(rows)
     rows = np.concatenate([rows, padding[:num_padding]])
     padding = padding[num_padding:]
     row_lengths = lengths[rows]

@@ -61,10 +61,13 @@ class Progress:
 
 
 @contextlib.contextmanager
-def claimed(config: config_lib.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
-  """Context manager that holds `workdir` for this run.
+def hold_workdir(
+    config: config_lib.Config, variant: variants.Variant, workdir: str
+) -> Iterator[None]:
+  """Context manager that locks `workdir` for this process, and claims it for this config.
 
-  Refuses that of another run or config, and one that cannot hold checkpoints.
+  Raises UserError for the folder of another run or config, and for one that cannot hold
+  checkpoints.
   """
   workdir_lib.check_path(workdir)
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():

@@ -143,12 +143,16 @@ def make_batches(
     agent: agent_lib.Agent,
     policy: Callable,
     tasks: list[types.Task],
-    stop_requested: Callable[[], bool],
+    give_up: Callable[[], bool],
 ) -> pipeline_lib.Batches:
-  """Makes the batches of a run: its tasks, and how they are played."""
+  """Makes the batches of a run: its tasks, and how they are played.
+
+  A batch is abandoned when `give_up()` turns true. `policy` combines trained with frozen
+  parameters, as `Learners.policy` does.
+  """
   group_size = config.rollout.group_size
   if hasattr(agent.retriever, 'give_up'):
-    agent.retriever.give_up = stop_requested
+    agent.retriever.give_up = give_up
   is_remote = isinstance(agent, agent_lib.RemoteAgent)
   kind = pipeline_lib.RemoteBatches if is_remote else pipeline_lib.Batches
   return kind(
@@ -159,8 +163,8 @@ def make_batches(
       config.seed,
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
-      functools.partial(pipeline_lib.pause, stop_requested=stop_requested),
-      give_up=stop_requested,
+      functools.partial(pipeline_lib.pause, stop_requested=give_up),
+      give_up=give_up,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
@@ -218,7 +222,7 @@ def _make_replay(
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     parts: Parts,
     workdir: str,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -232,8 +236,8 @@ def opened(
   config = parts.config
   learners = parts.learners
   _log_start(parts)
-  over = threading.Event()  # ends a batch that is sampled ahead and that this run will not need
-  give_up = lambda: over.is_set() or stop_requested()
+  has_ended = threading.Event()  # abandons a batch that is sampled ahead and not needed any more
+  give_up = lambda: has_ended.is_set() or stop_requested()
   batches = make_batches(config, parts.agent, learners.policy, parts.tasks, give_up)
   with contextlib.ExitStack() as resources:
     settings = config.train
@@ -259,7 +263,7 @@ def opened(
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
-    resources.callback(over.set)
+    resources.callback(has_ended.set)
     before_update = resources.enter_context(
         timing_lib.trace_updates(f'{workdir}/profile', profile, first, settings.updates)
     )
@@ -399,7 +403,7 @@ class Run:
       metrics = diagnostics.update_summary(policy_updates)
       episodes = [episode for part in policy_updates for episode in part.episodes]
       metrics |= episodes_lib.summarize_update(episodes)
-      counts = outcomes.of_update([(x.episodes, x.step_metrics) for x in policy_updates])
+      counts = outcomes.count_update([(x.episodes, x.step_metrics) for x in policy_updates])
       metrics |= outcomes.as_metrics('outcome', counts)
       self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
     self.journal.record('train', n, self.records)

@@ -141,6 +141,9 @@ def annotate(
 
   With routing replay the batch also gets `routes` [B,T,L,A], the experts that the actor uses in all
   steps of the update. Reference and critic choose their own experts.
+
+  `one_step` computes the columns of a step's rows [b,T], and calls `one_micro_batch` for its bins.
+  `in_order` then returns the rows of all steps to their places in the batch [B,T].
   """
   variant = spec.variant
   frozen = sharding.to_device(frozen)
@@ -238,9 +241,10 @@ def annotate(
 def with_advantages(
     spec: Spec, state: TrainState, batch: TurnBatch
 ) -> tuple[TrainState, TurnBatch, Metrics]:
-  """Fills in advantages and returns, and what the policy's loss makes of each token.
+  """Fills in advantages and returns, and the masks, weights and labels of the policy's loss.
 
-  Adds the KL penalty to the reward and adapts its coefficient.
+  The order is: score normalisation, the KL penalty and its adaptive coefficient, labels of a custom
+  ratio, the variant's advantages, those of a teacher, and at last filters.
   """
   variant = spec.variant
   mask = batch.action_mask
@@ -343,7 +347,7 @@ class StepInputs:
   frozen: Frozen
   packing: packing_lib.Packing
 
-  def policy(self, layout: packing_lib.Layout) -> tuple[objectives.TokenOutputs, Callable]:
+  def policy_vjp(self, layout: packing_lib.Layout) -> tuple[objectives.TokenOutputs, Callable]:
     """Returns the policy's outputs [R,P], and the function that pulls cotangents back."""
     batch = self.batch
     reference = None
@@ -359,7 +363,7 @@ class StepInputs:
 
     return jax.vjp(outputs, self.state.actor)
 
-  def values(self, layout: packing_lib.Layout) -> tuple[jax.Array, Callable]:
+  def values_vjp(self, layout: packing_lib.Layout) -> tuple[jax.Array, Callable]:
     """Returns the critic's outputs [R,P,..], and the function that pulls cotangents back."""
 
     def outputs(critic):
@@ -374,8 +378,12 @@ class StepInputs:
     places = sharding.tree_shardings(grads, self.mesh)
     return jax.lax.with_sharding_constraint(grads, places)
 
-  def sum(self, function: Callable, packing: packing_lib.Packing) -> Any:
-    """Returns the sum of function(layout) over all micro-batches."""
+  def sum_micro_batches(self, function: Callable, packing: packing_lib.Packing) -> Any:
+    """Returns the sum of function(layout) over all micro-batches.
+
+    The sum also joins arrays [b,T] of the micro-batches. Each token belongs to one micro-batch, and
+    the array of another one is 0 there.
+    """
     spec = self.spec
     num_bins = spec.micro_batch
     num_tokens = self.batch.tokens.shape[1]
@@ -401,10 +409,10 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   `_compare_rows` runs the forward pass of all bins first. Such an objective has no C.
   """
   spec = inputs.spec
-  compared = None
+  row_cotangents = None
   if spec.variant.compares_rows:
-    compared = _compare_rows(inputs)
-  grads, tokens = _sum_gradients(inputs, compared)
+    row_cotangents = _compare_rows(inputs)
+  grads, tokens = _sum_gradients(inputs, row_cotangents)
   bias = None  # C, a tree with the shapes of the actor; tokens['bias'] is its cotangent [b,T]
   if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
@@ -428,30 +436,31 @@ def _compare_rows(inputs):
   """Returns the RowCotangents of the step, from a forward pass of all bins."""
 
   def one_micro_batch(layout):
-    outputs, _ = inputs.policy(layout)
+    outputs, _ = inputs.policy_vjp(layout)
     read = outputs._replace(entropy=None, value_outputs=None)
     return jax.tree.map(layout.unpack, read)
 
-  outputs = inputs.sum(one_micro_batch, inputs.packing)
+  outputs = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
   variant = inputs.spec.variant
   return objectives.cotangents(outputs, inputs.batch, variant)
 
 
-def _sum_gradients(inputs, compared=None):
-  """Sums the gradients of the losses over micro-batches.
+def _sum_gradients(inputs, row_cotangents=None):
+  """Sums the gradients of the losses over micro-batches, and joins their numbers per token.
 
-  Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
-  sums pg_loss, row_losses [b] and clipped_objective.
+  Returns two dicts. The first has g as 'actor' and the critic's gradient as 'value'. The second has
+  numbers per token [b,T], and the sums pg_loss, row_losses [b] and clipped_objective. Without
+  `row_cotangents` the tokens have 'bias', the cotangent of C.
   """
   spec = inputs.spec
 
   def one_micro_batch(layout):
-    outputs, pull = inputs.policy(layout)
+    outputs, pull = inputs.policy_vjp(layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
     tokens = {}
     tokens['logp'] = layout.unpack(outputs.logp)
     tokens['entropy'] = layout.unpack(outputs.entropy)
-    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
+    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, row_cotangents)
     d_outputs = jax.tree.map(layout.pack, d_tokens)
     grads = {}
     d_outputs = zeros._replace(**d_outputs)
@@ -459,7 +468,7 @@ def _sum_gradients(inputs, compared=None):
     if spec.has_values:
       value_outputs = outputs.value_outputs
       if spec.critic is not None:
-        value_outputs, pull_values = inputs.values(layout)
+        value_outputs, pull_values = inputs.values_vjp(layout)
       values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
       tokens['values'] = layout.unpack(values)
       tokens['value_loss'] = layout.unpack(value_loss)
@@ -471,20 +480,22 @@ def _sum_gradients(inputs, compared=None):
         (grads['value'],) = pull(d_outputs)
     return inputs.placed(grads), tokens, sums
 
-  grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing)
-  if compared is not None:
-    return grads, tokens | sums | compared.numbers
+  grads, tokens, sums = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
+  if row_cotangents is not None:
+    return grads, tokens | sums | row_cotangents.numbers
   is_counted = inputs.weights.mask > 0
   ratio = tokens['ratio']
   tokens['ratio'] = jnp.where(is_counted, ratio, 1)
-  tokens['clipped'] = tokens['clipped'] > 0
+  tokens['clipped'] = tokens['clipped'] > 0  # the sum has made numbers of the booleans
   return grads, tokens | sums
 
 
-def _policy_cotangents(inputs, layout, tokens, compared):
+def _policy_cotangents(inputs, layout, tokens, row_cotangents):
   """Returns the policy loss's cotangents {output: [b,T]} of a micro-batch, and sums of losses.
 
-  Adds per-token numbers [b,T] to `tokens`, among them C's cotangent 'bias'.
+  Adds numbers per token [b,T] to the dict `tokens`, which has 'logp' and 'entropy'. These are 'kl',
+  and without `row_cotangents` also 'ratio', 'clipped' and C's cotangent 'bias'. Outside of the
+  micro-batch they are 0.
   """
   variant = inputs.spec.variant
   is_here = layout.predicted.astype(jnp.float32)  # 1 for the tokens of this micro-batch
@@ -493,7 +504,7 @@ def _policy_cotangents(inputs, layout, tokens, compared):
   weights = inputs.weights.token * is_here
   sums = {}
   cotangents = {}
-  if compared is None:
+  if row_cotangents is None:
     policy_weights = inputs.weights.policy * is_here
     d_logp, d_bias, parts = correction.cotangents(
         tokens['logp'], batch, variant, weights=policy_weights
@@ -504,9 +515,9 @@ def _policy_cotangents(inputs, layout, tokens, compared):
     for name in ('pg_loss', 'row_losses', 'clipped_objective'):
       sums[name] = parts[name]
   else:
-    d_logp = compared.outputs.logp * is_here
-    if compared.outputs.reference_kl is not None:
-      cotangents['reference_kl'] = compared.outputs.reference_kl * is_here
+    d_logp = row_cotangents.outputs.logp * is_here
+    if row_cotangents.outputs.reference_kl is not None:
+      cotangents['reference_kl'] = row_cotangents.outputs.reference_kl * is_here
   if variant.kl_in == 'loss':
 
     def kl_of(logp):
@@ -547,7 +558,7 @@ def _sum_bias(inputs, cotangent):
   """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    outputs, pull = inputs.policy(layout)
+    outputs, pull = inputs.policy_vjp(layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
     d_logp = layout.pack(cotangent)
     d_outputs = zeros._replace(logp=d_logp)
@@ -557,7 +568,7 @@ def _sum_bias(inputs, cotangent):
   is_clipped = (cotangent != 0).any(axis=1)
   num_bins = inputs.spec.micro_batch
   packing = packing_lib.only(inputs.packing, is_clipped, num_bins)
-  return inputs.sum(one_micro_batch, packing)
+  return inputs.sum_micro_batches(one_micro_batch, packing)
 
 
 def _divide(inputs, grads, bias, tokens, ess_share):
@@ -665,15 +676,15 @@ def optimize(
   """
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
-  without = step
+  undivided_step = step
   if undivided is not None:
-    without, _ = optimizer.update(undivided, opt_state, params)
+    undivided_step, _ = optimizer.update(undivided, opt_state, params)
   divide = lambda x: x / step_divisor
   step = jax.tree.map(divide, step)
   norm = optax.tree.norm(step)
-  norm_without = optax.tree.norm(without)
-  is_positive = norm_without > 0
-  share = norm / jnp.where(is_positive, norm_without, 1)
+  undivided_norm = optax.tree.norm(undivided_step)
+  is_positive = undivided_norm > 0
+  share = norm / jnp.where(is_positive, undivided_norm, 1)
   factor = jnp.where(is_positive, share, 1)
   new_params = optax.apply_updates(params, step)
   new_params = optax.tree.where(take, new_params, params)
