@@ -87,8 +87,8 @@ def turn_gae(
   num_tokens = _sum_turns(mask, turn_ids, num_turns)
   is_turn = num_tokens > 0
   turn_mask = is_turn.astype(values.dtype)
-  rewards *= mask
-  turn_rewards = _sum_turns(rewards, turn_ids, num_turns)
+  masked_rewards = rewards * mask
+  turn_rewards = _sum_turns(masked_rewards, turn_ids, num_turns)
   first_values = values * mask * is_new
   turn_values = _sum_turns(first_values, turn_ids, num_turns)
   advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma, lam)
@@ -483,24 +483,30 @@ def _turn_zscore(batch, variant):
 
   (OSPO, arXiv 2507.15351, RS2002/OSPO `Worker.py`, C). The fleet of OSPO is a group: with several
   roles all rows of an episode are compared with each other, at turns of the same number.
-  Choice: the standard deviation of `group_zscore`. Equal rewards get 0.
+  Choice: the standard deviation of `group_zscore`. Rewards that differ by rounding only get 0.
+  Choice: sums over a group are matrix products. A sum under a mask would have [B,B,T] terms.
   """
   del variant
   num_roles = len(batch.roles or ('',))
-  num_rows, num_turns = batch.turn_ids.shape
+  same = losses.is_same(batch.group_ids // num_roles)
+  num_turns = batch.turn_ids.shape[1]
   rewards = batch.rewards * batch.action_mask
-  scores = _sum_turns(rewards, batch.turn_ids, num_turns)
-  absolute = jnp.abs(rewards)
-  sizes = _sum_turns(absolute, batch.turn_ids, num_turns)
+  rewards = _sum_turns(rewards, batch.turn_ids, num_turns)
   num_tokens = _sum_turns(batch.action_mask, batch.turn_ids, num_turns)
   has_turn = num_tokens > 0
-  rows = jnp.arange(num_rows)
-  own_group = -1 - rows[:, None]
-  group_ids = batch.group_ids // num_roles
-  group_ids = jnp.where(has_turn, group_ids[:, None], own_group)
-  each_turn = functools.partial(jax.vmap, in_axes=1, out_axes=1)
-  scores = each_turn(_without_rounding)(scores, sizes, group_ids)
-  z_scores = each_turn(group_zscore)(scores, group_ids)
+
+  def over_group(x):
+    return jnp.matmul(same.astype(x.dtype), x, precision='highest')
+
+  counts = over_group(has_turn.astype(rewards.dtype))
+  counts = jnp.maximum(counts, 1)
+  mean = over_group(rewards) / counts
+  centred = jnp.where(has_turn, rewards - mean, 0)
+  squares = over_group(jnp.square(centred))
+  std = jnp.sqrt(squares / jnp.maximum(counts - 1, 1))
+  size = over_group(jnp.abs(rewards)) / counts
+  has_spread = std > types.ROUNDING * size
+  z_scores = jnp.where(has_spread, centred / (std + 1e-6), 0)
   advantages = _to_tokens(z_scores, batch.turn_ids)
   return advantages, advantages
 
