@@ -83,15 +83,27 @@ class Section:
   """A dataclass of settings that rejects unknown names."""
 
   def __setattr__(self, name: str, value: Any) -> None:
-    known = self.__dataclass_fields__  # type: ignore[attr-defined]
-    for field in known.values():
-      if name and 'rules' in field.metadata and name == field.metadata['rules'].old_name:
-        logging.warning('the setting %s is now called %s', name, field.name)
-        name = field.name
+    known = self.__dataclass_fields__
+    name = self._current_name(name)
     if name not in known:
       near = hint(name, known) or f'; there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
     super().__setattr__(name, value)
+
+  def __getattr__(self, name: str) -> Any:
+    """Reads a setting by its old name. Python calls this for missing attributes only."""
+    current = self._current_name(name)
+    if current == name:
+      raise AttributeError(f'{type(self).__name__} has no setting {name!r}')
+    return getattr(self, current)
+
+  def _current_name(self, name: str) -> str:
+    """Returns the name of a setting that may be given by its old name, with a warning."""
+    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+      if name and 'rules' in field.metadata and name == field.metadata['rules'].old_name:
+        logging.warning('the setting %s is now called %s', name, field.name)
+        return field.name
+    return name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,6 +239,8 @@ class ValidateTest(parameterized.TestCase):
       config.env.max_turns = 3
     self.assertEqual(config.env.max_searches, 3)
     with self.assertLogs('absl', 'WARNING'):
+      self.assertEqual(config.env.max_turns, 3)
+    with self.assertLogs('absl', 'WARNING'):
       overrides = flags.parse(['--config.log.wandb_project=mine']).overrides
     self.assertEqual(overrides, {'log.project': 'mine'})
     with self.assertLogs('absl', 'WARNING'):

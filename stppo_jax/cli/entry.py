@@ -1,6 +1,7 @@
 """Runs a command: reads its arguments, starts JAX, runs the mode, reports errors in one line."""
 
 from collections.abc import Sequence
+import contextlib
 import errno
 import logging as std_logging
 import os
@@ -94,7 +95,8 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
 
       determinism.enable()  # before JAX starts the devices
     _start_jax(flags, workdir)
-  with signals.handled() as stop_requested:
+  handled = signals.handled() if mode.stops else contextlib.nullcontext(lambda: False)
+  with handled as stop_requested:
     code = mode.run(Command(config, workdir, flags, parsed.operands, stop_requested))
   hosts.finish()
   return code

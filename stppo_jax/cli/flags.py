@@ -157,8 +157,8 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
     return value if isinstance(value, tuple) else (value,)
   if not isinstance(value, dict) or not all(str(key).isidentifier() for key in value):
     raise UserError(
-        f'--{name}={text}: give a dict, as in --{name}=\'{{"low": 1}}\', or one option, as in '
-        f'--{name}.low=1'
+        f'--{name}={text}: give a dict of Python names, as in --{name}=\'{{"low": 1}}\', '
+        f'or one option, as in --{name}.low=1'
     )
   return value
 

@@ -212,18 +212,19 @@ class Mode:
   reads_config: bool = True
   reads_run: bool = False  # without --config it uses WORKDIR/config.json
   starts_jax: bool = False  # as one of several processes, or alone
+  stops: bool = False  # it calls `stop_requested`. Other modes end at SIGTERM as any program
 
 
 MODES = {
-    'train': Mode(train, flags=('profile',), starts_jax=True),
-    'eval': Mode(evaluate, reads_run=True, starts_jax=True),
-    'sample': Mode(sample, flags=('batches',), reads_run=True, starts_jax=True),
+    'train': Mode(train, flags=('profile',), starts_jax=True, stops=True),
+    'eval': Mode(evaluate, reads_run=True, starts_jax=True, stops=True),
+    'sample': Mode(sample, flags=('batches',), reads_run=True, starts_jax=True, stops=True),
     'export': Mode(export, reads_run=True, starts_jax=True),
-    'serve': Mode(serve, flags=('port',), reads_run=True, starts_jax=True),
+    'serve': Mode(serve, flags=('port',), reads_run=True, starts_jax=True, stops=True),
     'chat': Mode(chat, reads_run=True, starts_jax=True),
     'plan': Mode(plan, flags=('topology',)),
     'report': Mode(report),
-    'watch': Mode(watch, flags=('port',)),
+    'watch': Mode(watch, flags=('port',), stops=True),
     'export_atif': Mode(export_atif, flags=('input',)),
     'import_atif': Mode(import_atif, flags=('input', 'retokenize')),
     'new': Mode(new, operands=('NAME',), reads_config=False),

@@ -325,7 +325,8 @@ def _check_bins(path, raw, value_labels):
 
   `convert.load_hf` reports the number, after it has looked at the weights.
   """
-  labels = list((raw.get('id2label') or {}).values())
+  names = raw.get('id2label')
+  labels = list(names.values()) if isinstance(names, dict) else []
   has_bins = len(labels) == len(value_labels) and str(labels[0]).startswith('bin from')
   if has_bins and labels != list(value_labels):
     raise UserError(
