@@ -45,12 +45,14 @@ def start(
   `profile` updates goes to workdir/profile.
   """
   variant = run_lib.check(config)
-  with recovery.hold_workdir(config, variant, workdir):
+  hold = recovery.hold_workdir(config, variant, workdir)
+  with hold:
     parts = run_lib.setup(config)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
 
     def attempt(skip_through: int | None) -> dict[str, float]:
-      with run_lib.open_run(parts, workdir, stop_requested, profile, skip_through) as run:
+      opened = run_lib.open_run(parts, workdir, stop_requested, profile, skip_through)
+      with opened as run:
         return train(run)
 
     on_nonfinite = config.train.on_nonfinite
