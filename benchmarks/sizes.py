@@ -16,7 +16,7 @@ class Size(typing.NamedTuple):
   param_dtype: str  # The update uses it. The rollout uses bfloat16.
   variant: str  # st_ppo has a separate critic, as large again; so_grpo has none
   layers: int = 0  # The update uses the first layers. 0: all.
-  dtype: str = 'bfloat16'  # of the computation
+  dtype: str = 'bfloat16'  # The computation uses it.
 
 
 SIZES = {

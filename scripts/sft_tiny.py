@@ -58,7 +58,7 @@ SMALL_SHARE = 0.5  # share of small words that become another one ('Isle von Man
 EOS = '<|endoftext|>'
 KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # prefixes of the ids of passages that the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
-WORD = r'\b[A-Z][A-Za-z]*'  # of a name
+WORD = r'\b[A-Z][A-Za-z]*'  # a word in a name
 SMALL = r'(?<= )[a-z]+(?= )'
 
 # Shares of the kinds of demonstrations, by hops. Only the first kind is good. Few stop early: where

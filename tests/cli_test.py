@@ -132,7 +132,7 @@ class MistakesTest(parameterized.TestCase):
     )
     self.assertEqual(result.returncode, 2)
     self.assertEqual(result.stderr.count('\n'), 1, result.stderr)
-    self.assertIn('did you mean --config.train.updates ', result.stderr)
+    self.assertIn('did you mean --config.train.updates?', result.stderr)
 
 
 class HelpTest(parameterized.TestCase):

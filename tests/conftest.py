@@ -36,5 +36,5 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_teardown(item, nextitem):
   if nextitem is None or nextitem.path != item.path:
-    jax.clear_caches()  # of compiled programs, which would take gigabytes
+    jax.clear_caches()  # compiled programs would take gigabytes
     logging.set_verbosity(logging.WARNING)  # a file may have set another; tests read warnings

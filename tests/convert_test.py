@@ -395,7 +395,7 @@ class ShardedTest(TreeTest):
     _, params = convert.load_hf(REFERENCES / 'qwen2', shardings=shardings)
     self.assert_trees_equal(params, convert.load_hf(REFERENCES / 'qwen2')[1])
     up = params['layers']['mlp']['up']['kernel']
-    self.assertEqual(up.addressable_shards[0].data.shape, (2, 16, 10))  # of [2,32,40]
+    self.assertEqual(up.addressable_shards[0].data.shape, (2, 16, 10))  # the whole is [2,32,40]
 
   @parameterized.product(name=('qwen2_tied', 'qwen3'), max_shard_bytes=(4 * 2**30, 20_000))
   def test_save_is_that_from_the_host(self, name, max_shard_bytes):

@@ -93,8 +93,8 @@ class Job:
   task: str
   score: str
   overrides: Mapping[str, Any]
-  digest: str  # of the settings and sources that its numbers depend on
-  arguments: tuple[str, ...] = ()  # of run.py, besides --config and --workdir
+  digest: str  # hash of the settings and sources that its numbers depend on
+  arguments: tuple[str, ...] = ()  # for run.py, besides --config and --workdir
   updates: int = 0
   max_nonfinite: int = 0
 

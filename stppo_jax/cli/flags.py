@@ -128,7 +128,7 @@ def _advice(name: str, names: Sequence[str]) -> str:
     return f'give one of its settings, such as {", ".join(inside[:3])}'
   last = name.split('.')[-1]
   near = [other for other in names if other.endswith('.' + last)]
-  near = near or difflib.get_close_matches(name, names, n=3)
+  near = near or difflib.get_close_matches(name, names, n=1)
   if not near:
     return 'see --help'
   return f'did you mean --{" or --".join(near[:3])}?'

@@ -145,7 +145,7 @@ class Scheduler:
     self._changed = threading.Condition()
     self._closed = False
     self._has_failed = False
-    self._calls: list[_ControlCall] = []  # that have not ended
+    self._calls: list[_ControlCall] = []  # in progress
     self._admits = True  # whether waiting requests get rows
     self._decodes = True  # whether requests with rows continue
     self._clock = itertools.count(1)
