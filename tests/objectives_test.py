@@ -417,16 +417,9 @@ class StepTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/pg_loss'], value, rtol=1e-4)
     chex.assert_trees_all_close(taken, expected, rtol=1e-3, atol=2e-6)
 
-  @parameterized.parameters('tdpo', 'rover')
-  def test_micro_batches_and_packing_change_nothing(self, name):
-    self.check_bins(name)
-
-  @parameterized.parameters('dpo', 'ipo', 'apo', 'p3o')
+  @parameterized.parameters('tdpo', 'rover', 'dpo', 'ipo', 'apo', 'p3o')
   @pytest.mark.slow
-  def test_micro_batches_and_packing_change_no_other_row(self, name):
-    self.check_bins(name)
-
-  def check_bins(self, name):
+  def test_micro_batches_and_packing_change_nothing(self, name):
     options = dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)
     mesh = update_test.one_device()
     _, whole = run_step(update_test.make_spec(name, **options), mesh)

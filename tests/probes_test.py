@@ -26,6 +26,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from research.toy import training as toy
 from stppo_jax.algorithms import filters
@@ -70,14 +71,24 @@ MISSES['ppo_max', 'equal_groups'] = (
     'knows them, they move the policy by .13. With a warm-up of the critic, as in PPO-max, it is '
     '.07.'
 )
+FAST = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo')  # the others are slow tests
+
 # Variant -> the reason why no probe can run it.
 NOT_RUN = {'distillation': 'Its advantages are those of a teacher.'}
 
 
 class ProbesTest(parameterized.TestCase):
 
-  @parameterized.parameters(*(name for name in variants.VARIANTS if name not in NOT_RUN))
+  @parameterized.parameters(*FAST)
   def test_known_answers(self, name):
+    self.check_answers(name)
+
+  @parameterized.parameters(*(x for x in variants.VARIANTS if x not in (*FAST, *NOT_RUN)))
+  @pytest.mark.slow
+  def test_known_answers_of_other_rows(self, name):
+    self.check_answers(name)
+
+  def check_answers(self, name):
     results = run(variants.VARIANTS[name])
     for probe in PROBES:
       number, is_reached = results[probe]

@@ -11,6 +11,7 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pytest
 
 from stppo_jax import components
 from stppo_jax import config as schema
@@ -307,6 +308,7 @@ class PromptTest(absltest.TestCase):
 
 class RunTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_run_with_tools(self):
     """The tiny model's searches are calls of the search tool in the form of tags."""
     self.enterContext(tiny_run.on_one_device())
