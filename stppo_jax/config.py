@@ -164,7 +164,8 @@ class RolloutSettings(Section):
   top_k: int = setting(0, 'sample from the k most likely tokens; 0: off', at_least=0)
   top_p: float = setting(1.0, 'nucleus sampling; 1: off', above=0, at_most=1)
   max_prompt: int = setting(
-      2048, 'tokens of a prompt; an episode with a longer prompt is not played', at_least=1)
+      2048, 'tokens of a prompt; an episode with a longer prompt is not played. An agent program '
+      'writes its own prompts, which only max_total limits', at_least=1)
   max_turn: int = setting(500, 'new tokens per turn', at_least=1)
   max_observation: int = setting(500, 'tokens of an observation; the rest is cut', at_least=1)
   max_total: int = setting(4096, 'tokens of prompt, turns and observations together', at_least=1)

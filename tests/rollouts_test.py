@@ -1,5 +1,6 @@
 """Agent programs through the gateway: the same episodes as an environment gives, and what fails."""
 
+import asyncio
 import functools
 import json
 import tempfile
@@ -110,6 +111,18 @@ def post_then_crash(task, base_url, model):
   requests.post(url, json={'reward': 1}, timeout=60).raise_for_status()
   if int(task['id'][-1]) % 2 == 0:
     raise KeyError('after its reward')
+
+
+def leave(task, base_url, model, how):
+  """Ends after a turn with an error that is no Exception."""
+  once(task, base_url, model)
+  raise {'exit': SystemExit, 'interrupt': KeyboardInterrupt, 'cancel': asyncio.CancelledError}[how]
+
+
+async def play_later(task, base_url, model):
+  await asyncio.sleep(0)
+  once(task, base_url, model)
+  return 0.25
 
 
 late = []
@@ -272,6 +285,22 @@ class ProgramAgentTest(parameterized.TestCase):
   def test_run_ends_if_all_programs_raise(self):
     with self.assertRaisesRegex(types.RunError, "of 3 programs 3 raised.*KeyError: 'always'"):
       play(make_config(THIS + ':crash'), make_tasks(3))
+
+  @parameterized.parameters('exit', 'interrupt', 'cancel')
+  def test_program_that_exits_has_crashed(self, how):
+    error = 'of 2 programs 2 raised.*(SystemExit|KeyboardInterrupt|CancelledError)'
+    with self.assertRaisesRegex(types.RunError, error):
+      play(make_config(THIS + ':leave', how=how), make_tasks(2), groups=[0, 0])
+
+  def test_coroutine_is_awaited(self):
+    episodes, _ = play(make_config(THIS + ':play_later'), make_tasks(2))
+    self.assertEqual([(len(e.turns), e.score) for e in episodes], [(1, 0.25)] * 2)
+
+  def test_program_writes_its_own_prompts(self):
+    config = make_config(THIS + ':once')
+    config.rollout.max_prompt = 2
+    prepared = prepare.prepare(config)
+    prepare.check_prompts(config, prepared, make_tasks(2))  # no error
 
   def test_config_scores_program_without_reward(self):
     config = make_config(THIS + ':once')

@@ -6,7 +6,11 @@ from typing import Any
 
 
 class ThreadedCall(threading.Thread):
-  """Calls a function in a thread that ends with the process."""
+  """Calls a function in a thread that ends with the process.
+
+  An error that is no Exception, such as SystemExit or asyncio.CancelledError, becomes a
+  RuntimeError, because it concerns the thread and not its caller.
+  """
 
   def __init__(self, function: Callable[[], Any]):
     super().__init__(daemon=True)
@@ -20,6 +24,9 @@ class ThreadedCall(threading.Thread):
       self._function()
     except Exception as error:  # raised by `has_ended`
       self._error = error
+    except BaseException as error:
+      self._error = RuntimeError(f'{type(error).__name__}: {error}')
+      self._error.__cause__ = error
 
   def has_ended(self, timeout_s: float) -> bool:
     """Waits up to `timeout_s`; returns whether the call has ended, or raises its error."""

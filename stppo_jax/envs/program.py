@@ -5,12 +5,15 @@
   program(task: dict, base_url: str, model: str, **options) -> reward, or None
 
 `task` has the fields of types.Task. `base_url` and `model` are for an OpenAI client. The client's
-requests to this address are the episode, see serving/rollouts.py.
+requests to this address are the episode, see serving/rollouts.py. The function may be `async`.
 """
 
+import asyncio
+from collections.abc import Awaitable
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import inspect
 from typing import Any
 
 from stppo_jax import types
@@ -25,7 +28,7 @@ PREFIX = 'gateway'  # `env.kind` starts with it
 class Program:
   """An agent program. Called with a task, it makes a stand-in for the environment."""
 
-  function: Callable[..., float | None]
+  function: Callable[..., float | None | Awaitable[float | None]]
   options: Mapping[str, Any]
   reward: rewards.Reward  # scores the answer if the program returns None
 
@@ -34,7 +37,14 @@ class Program:
 
   def run(self, task: types.Task, base_url: str, model: str) -> float | None:
     """Runs one episode. Raises the program's errors."""
-    return self.function(dataclasses.asdict(task), base_url, model, **self.options)
+    result = self.function(dataclasses.asdict(task), base_url, model, **self.options)
+    if inspect.isawaitable(result):
+      return asyncio.run(_wait_for(result))
+    return result
+
+
+async def _wait_for(result: Awaitable[float | None]) -> float | None:
+  return await result
 
 
 class ProgramEnv:

@@ -18,6 +18,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import program
 from stppo_jax.envs import stepping
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -244,7 +245,12 @@ def _check_same_tokens(setting, folder, tokenizer):
 
 
 def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
-  """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them."""
+  """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them.
+
+  An agent program writes its own prompts, which `rollout.max_total` limits.
+  """
+  if isinstance(prepared.env.make, program.Program):
+    return
   lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
   longest = episode_lib.longest_prompt(limits(config))
   num_long = sum(not 0 < length <= longest for length in lengths)
