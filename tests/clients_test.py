@@ -68,6 +68,24 @@ class OpenAiTest(absltest.TestCase):
     self.assertEqual(answer.choices[0].text, answer.choices[1].text)
     self.assertLen(answer.choices[0].logprobs.tokens, 5)
 
+  def test_responses_stream_and_call_tools(self):
+    asked = {'model': 'tiny', 'input': QUESTION, 'temperature': 0, 'max_output_tokens': 40}
+    tool = {'type': 'function', 'strict': True, **gateway_test.SEARCH['function']}
+    whole = self.client.responses.create(**asked, tools=[tool])
+    with self.client.responses.stream(**asked, tools=[tool]) as stream:
+      streamed = stream.get_final_response()
+    self.assertEqual(streamed.output_text, whole.output_text)
+    self.assertEqual(streamed.usage, whole.usage)
+    self.assertEqual(streamed.output[-1].arguments, whole.output[-1].arguments)
+    result = '<information></information>\n'
+    call_id = whole.output[-1].call_id
+    asked['input'] = [
+        {'role': 'user', 'content': QUESTION},
+        *whole.output,
+        {'type': 'function_call_output', 'call_id': call_id, 'output': result},
+    ]
+    self.assertNotEmpty(self.client.responses.create(**asked, tools=[tool]).output)
+
   def test_errors_have_openai_types(self):
     import openai
 
@@ -225,6 +243,38 @@ class AnthropicTest(absltest.TestCase):
     self.assertEqual([len(row.turns) for row in rows], [3, 1])
     self.assertEqual({row.counts['rewritten'] for row in rows}, {1.0})
     self.assertEqual({row.counts['segments'] for row in rows}, {2.0})
+
+
+@needs('agents')
+class OpenAiAgentsTest(absltest.TestCase):
+  """The agent framework of OpenAI, with its default, the Responses interface."""
+
+  def test_agent_calls_tool_and_reads_result_in_one_row(self):
+    import agents
+    import openai
+
+    queries = []
+
+    @agents.function_tool
+    def search(query: str) -> str:
+      """Searches."""
+      queries.append(query)
+      return '<information> France: The capital of France is Paris.\n</information>\n'
+
+    with gateway_test.running(tool_form='tags') as server:
+      service = server.app.service
+      session = service.open_session(jax.random.key(0), sessions.Sampling(0.0, max_turn=100))
+      url = f'{server.url}/s/{session.name}/v1'
+      client = openai.AsyncOpenAI(base_url=url, api_key='none', max_retries=0)
+      model = agents.OpenAIResponsesModel('tiny', client)
+      settings = agents.ModelSettings(extra_body={'stop': ['</answer>']})
+      agent = agents.Agent('searcher', model=model, tools=[search], model_settings=settings)
+      run_config = agents.RunConfig(tracing_disabled=True)
+      answer = agents.Runner.run_sync(agent, QUESTION, run_config=run_config).final_output
+      (row,) = session.episodes(types.Task('1', QUESTION, ('Paris',)), 0)
+    self.assertNotEmpty(queries)
+    self.assertIn('<answer>', answer)
+    self.assertLen(row.turns, len(queries) + 1)
 
 
 @needs('pydantic_ai')

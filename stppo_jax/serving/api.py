@@ -4,7 +4,7 @@ A field that is not supported and would change an answer is an error, never igno
 """
 
 from collections.abc import AsyncGenerator
-from collections.abc import Sequence
+from collections.abc import Iterable
 import contextlib
 import json
 import time
@@ -12,6 +12,7 @@ from typing import Annotated
 from typing import Any
 from typing import ClassVar
 from typing import Literal
+from typing import Protocol
 import uuid
 
 import pydantic
@@ -37,7 +38,8 @@ _NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that cha
 _ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+  """Returns a list: a single value is a list of one."""
   return value if isinstance(value, list) else [value]
 
 
@@ -99,6 +101,14 @@ class ToolCall(Part):
   function: CalledFunction
 
 
+class WithText(Protocol):
+  """A part that has a text."""
+
+  @property
+  def text(self) -> str:
+    """The text."""
+
+
 class TextPart(Part):
   """A part of a content."""
 
@@ -109,7 +119,7 @@ class TextPart(Part):
 TextParts = Annotated[list[TextPart], pydantic.BeforeValidator(listed_parts)]
 
 
-def join(parts: Sequence[TextPart]) -> str:
+def join(parts: Iterable[WithText]) -> str:
   """Returns the text of a content."""
   return ''.join(part.text for part in parts)
 
@@ -177,8 +187,7 @@ class ClientBody(http_server.Body):
         name: value
         for name, value in fields.items()
         if value is not None
-        and name not in _IGNORED
-        and (name in cls.model_fields or value not in _NEUTRAL)
+        and (name in cls.model_fields or (name not in _IGNORED and value not in _NEUTRAL))
     }
 
 
@@ -188,7 +197,7 @@ class CompletionBody(ClientBody):
   PROMPT_FIELD: ClassVar[str]
   max_completion_tokens: TokenCount | None = None
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
-  stop: Annotated[Stops, pydantic.BeforeValidator(_listed)] = []
+  stop: Annotated[Stops, pydantic.BeforeValidator(listed)] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stream_options: dict[str, bool] = {}
   response_format: dict[Literal['type'], Literal['text']] = {}
@@ -349,11 +358,16 @@ class ChatWriter(TextWriter):
   def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
     if not self._body.logprobs:
       return None
-    content = []
-    for piece, value in zip(chunk.pieces, chunk.logp):
-      entry = {'token': _decode(piece), 'logprob': value, 'bytes': list(piece), 'top_logprobs': []}
-      content.append(entry)
-    return {'content': content}
+    return {'content': chosen_logprobs(chunk)}
+
+
+def chosen_logprobs(chunk: answers.Chunk) -> list[dict[str, Any]]:
+  """Returns the tokens of a chunk with their log-probs."""
+  entries = []
+  for piece, value in zip(chunk.pieces, chunk.logp):
+    entry = {'token': _decode(piece), 'logprob': value, 'bytes': list(piece), 'top_logprobs': []}
+    entries.append(entry)
+  return entries
 
 
 def error_body(error: exceptions.HTTPException) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The gateway over HTTP: OpenAI's interface to a model, and to the sessions of a run.
 
   POST /v1/chat/completions   POST /v1/completions   GET /v1/models
+  POST /v1/responses          (OpenAI's newer interface, see responses.py)
   POST /v1/messages           POST /v1/messages/count_tokens (Anthropic's, see messages.py)
   GET /health                 {"status": "ok"}; 503 while it stops
   GET /metrics                Prometheus format
@@ -21,6 +22,7 @@ Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs t
 
 import asyncio
 from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from collections.abc import Iterator
 import functools
 import hmac
@@ -41,12 +43,14 @@ from stppo_jax.distributed.http_server import Json
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import messages
+from stppo_jax.serving import responses as responses_lib
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
 from stppo_jax.types import UserError
 
 _POLL_S = 0.01
+_Writer = api.TextWriter | messages.MessagesWriter | responses_lib.ResponsesWriter
 _MetricName = Annotated[str, pydantic.Field(pattern=r'^\w{1,40}$')]
 
 
@@ -97,11 +101,15 @@ class GatewayApp(http_server.HttpApp):
     chat = functools.partial(self._complete, api.ChatWriter)
     text = functools.partial(self._complete, api.TextWriter)
     anthropic = functools.partial(self._complete, messages.MessagesWriter)
+    reader = responses_lib.Reader()
+    write_response = functools.partial(responses_lib.ResponsesWriter, reader.keep)
+    stateless = functools.partial(self._complete, write_response)
     for prefix in ('/v1', '/s/{session}/v1'):
       routes += [
           routing.Route(f'{prefix}/models', self._models),
           self.post(f'{prefix}/chat/completions', api.ChatBody.model_validate, chat),
           self.post(f'{prefix}/completions', api.TextBody.model_validate, text),
+          self.post(f'{prefix}/responses', reader.read, stateless),
           self.post(f'{prefix}/messages', messages.read, anthropic),
           self.post(f'{prefix}/messages/count_tokens', messages.read, self._count_tokens),
       ]
@@ -152,13 +160,13 @@ class GatewayApp(http_server.HttpApp):
 
   async def _complete(
       self,
-      writer_class: type[api.TextWriter] | type[messages.MessagesWriter],
+      make_writer: Callable[..., _Writer],  # (model name, body, answer) ->
       request: requests.Request,
       body: Any,  # a service.Body
   ) -> responses.Response | Json:
     """Answers a request in the form of a writer."""
     answer = await self.service.begin(body, self._session(request))
-    writer = writer_class(self.service.name, body, answer)
+    writer = make_writer(self.service.name, body, answer)
     if body.stream:
       return _EventStream(answer, writer.events())
     try:
