@@ -22,9 +22,10 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
     return built_in[name]
 
   setting = f'config.{field}={name!r}'
-  module_name, colon, attribute = name.partition(':')
-  has_space = module_name != ''.join(module_name.split())
-  if not colon or has_space:
+  module_name, _, attribute = name.partition(':')
+  has_space = name != ''.join(name.split())
+  # Checked before the import, which runs the module. `saved_config` knows names of this form.
+  if not (module_name and attribute) or has_space:
     raise UserError(
         f'{setting}: allowed are {", ".join(built_in)}, or module:attribute{hint(name, built_in)}'
     )

@@ -3,8 +3,10 @@
 import importlib
 import itertools
 import json
+import os
 import random
 import sys
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -17,6 +19,7 @@ from stppo_jax import validation
 from stppo_jax.envs import factory
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
+from stppo_jax.envs.adapters import reasoning_gym as rg_lib
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 
@@ -282,6 +285,35 @@ class ReasoningGymTest(parameterized.TestCase):
     outcome = env.step(f'Well. <answer>{entry["answer"]}</answer>')
     self.assertEqual((outcome[1], outcome[2]), (1.0, True))
     self.assertEqual(outcome[4]['metrics'], {'solved': 1.0, 'score': 1.0, 'answered': 1.0})
+
+  @parameterized.parameters(
+      ("__import__('os').system('id')", True),
+      ('exec(chr(65))', True),
+      ('(exec #sin\n(chr(65)))', True),
+      ('[f"{open(1)}"]', True),
+      ('x.func', True),
+      ('[x][0](1)', True),
+      ("['A', 'B']", False),
+      ('[[0, 1], [1, 0]]', False),
+      ('_ _ Q _\n_ Q _ _', False),
+      ('3*x**2*sin(x + 1)/2 + log(x) + C', False),
+      ('(50 - 2) * 4', False),
+      ('ABCDEABCDE', False),
+  )
+  def test_answer_calls_no_function_of_python(self, answer, is_refused):
+    self.assertEqual(rg_lib.may_run_code(answer), is_refused)
+
+  @parameterized.parameters('n_queens', 'spiral_matrix', 'countdown', 'simple_integration')
+  def test_scoring_runs_no_code_of_the_answer(self, name):
+    rg = need(self, 'reasoning_gym')
+    entry = rg.create_dataset(name, seed=9, size=1)[0]
+    env = resolve(f'reasoning_gym:{name}').env(Task('t'), 9)
+    mark = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'executed')
+    env.reset(seed=9)
+    outcome = env.step(f'<answer>open({mark!r}, "w")</answer>')
+    self.assertEqual(outcome[1], 0.0)
+    self.assertFalse(os.path.exists(mark))
+    self.assertEqual(env.step(f'<answer>{entry["answer"]}</answer>')[1], 1.0)
 
   def test_an_answer_without_tags(self):
     need(self, 'reasoning_gym')

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import config as schema
+from stppo_jax import plugins as plugins_lib
 from stppo_jax import requirements
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
@@ -659,6 +660,7 @@ class SavedConfigTest(parameterized.TestCase):
   @parameterized.parameters(
       ('env.kind', 'm:Env'),
       ('env.kind', 'gateway:m:f'),
+      ('env.kind', 'gem:code:CodeContest'),
       ('env.kind', 'openenv:http://host'),
       ('env.tools', ('calculator', 'mcp:rm -r x')),
       ('env.tools', ('m:f',)),
@@ -679,6 +681,7 @@ class SavedConfigTest(parameterized.TestCase):
       ('env.options', {'opponent': 'my-module:f'}),
       ('env.options', {'host': 'my-host.example:80/path'}),
       ('env.options', {'deep': [{'url': 'https://host'}]}),
+      ('env.options', {'deep': [{'m:f': 1}]}),
       ('algorithm.options', {'f': 'm.n:f'}),
   )
   def test_code_and_addresses_need_trust(self, path, value):
@@ -699,6 +702,7 @@ class SavedConfigTest(parameterized.TestCase):
   @parameterized.parameters(
       ('env.kind', 'gem:game:GuessTheNumber-v0-easy'),
       ('env.kind', 'textarena:GuessTheNumber-v0'),
+      ('env.kind', 'reasoning_gym:chain_sum'),
       ('env.tools', ('calculator', 'search')),
       ('data.source', '/data/train.parquet'),
       ('env.options', {'instructions': 'Question: what is 1:2?', 'low': 1}),
@@ -712,6 +716,32 @@ class SavedConfigTest(parameterized.TestCase):
     self.assertEqual(
         saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), ()), []
     )
+
+  def test_packages_are_registries_for_env_kind_alone(self):
+    """Elsewhere their names are imported: their attributes lead to `os`."""
+    plugins = [path for path, rules in RULES.items() if rules.plugin and path != 'env.kind']
+    self.assertIn('algorithm.ratio', plugins)
+    for path in plugins:
+      for package in ('gem:game', 'textarena', 'reasoning_gym'):
+        config = schema.Config()
+        section, name = path.split('.')
+        value = f'{package}:a.random._os.system'
+        setattr(getattr(config, section), name, value)
+        self.write(config)
+        found = saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), ())
+        self.assertEqual(found, [f'{path}={value!r}'])
+
+  @parameterized.parameters('x y', '', ' y', 'y ')
+  def test_option_imports_nothing_without_its_trust(self, attribute):
+    """What `untrusted` does not take for a name is none for an environment either."""
+    config = schema.Config()
+    config.env.options = {'opponent': f'stranger:{attribute}'}
+    self.write(config)
+    is_trusted = not saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), ())
+    with mock.patch.object(plugins_lib, 'import_module') as imported:
+      with contextlib.suppress(UserError):
+        plugins_lib.load('env.options.opponent', config.env.options['opponent'], {})
+    self.assertFalse(is_trusted and imported.called)
 
   def test_folder_within_the_run_needs_no_trust(self):
     config = schema.Config()

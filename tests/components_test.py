@@ -269,6 +269,8 @@ class PluginsTest(parameterized.TestCase):
       ('fails:Env', ['fails.py:2', 'ZeroDivisionError']),
       ('at_length:Env', ['at_length.py:1', 'one two']),
       ('a name: of none', ['allowed are search', 'module:attribute']),
+      ('fails:', ['allowed are search', 'module:attribute']),
+      ('fails:of none', ['allowed are search', 'module:attribute']),
       ('json:no_such_name', ['no_such_name', 'json']),
   )
   def test_other_names_are_rejected_in_one_line(self, name, words):

@@ -1,5 +1,6 @@
 """Engines in other processes: turns, pushes of weights, failures, and training with our gateway."""
 
+from concurrent import futures
 import contextlib
 import dataclasses
 import functools
@@ -7,6 +8,8 @@ import http.server
 import json
 import os
 import pathlib
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from stppo_jax.distributed import http_client
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
+from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
@@ -208,6 +212,25 @@ class FleetTest(parameterized.TestCase):
     self.assertEqual(os.listdir(folder), ['20261124-notes'])
     for name in names:
       self.assertTrue(os.path.exists(os.path.join(root, name)), name)
+
+  @parameterized.parameters('copied', 'moved', 'damaged')
+  def test_other_folder_of_a_run_has_weights_of_its_own(self, how):
+    """A copy must not remove the weights of a run that trains."""
+    root = os.path.dirname(self.folder)
+    first, second = os.path.join(root, 'a'), os.path.join(root, 'b')
+    folder = remote.folder_of_run(root, first)
+    self.assertEqual(remote.folder_of_run(root, first), folder)
+    if how == 'copied':
+      shutil.copytree(first, second)
+    elif how == 'moved':
+      os.rename(first, second)
+    else:
+      second = first
+      write_file(os.path.join(first, 'weights_id'))
+    other = remote.folder_of_run(root, second)
+    self.assertNotEqual(other, folder)
+    self.assertEqual(remote.folder_of_run(root, second), other)
+    self.assertRegex(os.path.basename(other), '^run-[0-9a-f]{16}$')
 
   @parameterized.parameters(True, False)
   def test_restarted_engine_gets_weights_before_it_samples(self, keeps_labels):
@@ -452,14 +475,110 @@ class FleetTest(parameterized.TestCase):
       ('empty', [], [], 'another model'),
       ('more_than_asked', [1] * 9, [-1.0] * 9, 'another model'),
       ('lengths', [EOS], [-1.0, -1.0], 'another model'),
-      ('nan', [EOS], [float('nan')], 'another model'),
-      ('none', [EOS], [None], 'another model'),
+      ('no_log_probs', [EOS], [], 'another model'),
       ('unknown_id', [VOCAB], [-1.0], 'another model'),
+      ('negative_id', [-1], [-1.0], 'another model'),
+      ('no_id', [None], [-1.0], 'another model'),
   )
   def test_answer_that_is_no_turn_is_refused(self, tokens, logp, message):
     answer = servers.TurnAnswer(tokens, logp, 'stop')
     with self.assertRaisesRegex(types.RunError, message):
       remote.make_turn(answer, REQUEST, STOP_TABLE, 'http://e')
+
+  @parameterized.parameters(
+      (-9999.0, '-9999.0'),  # vLLM's minus infinity
+      (-101, '-101'),
+      (float('-inf'), '-inf'),
+      (float('nan'), 'nan'),
+      (None, 'None'),
+      (0.5, '0.5'),
+      ('-1', "'-1'"),
+  )
+  def test_turn_with_impossible_log_prob_is_sampled_again(self, logp, shown):
+    """The run ends if it stays so, and tells why. A token behind the stop does not matter."""
+    bad = servers.TurnAnswer([1, EOS], [-0.5, logp], 'stop')
+    good = servers.TurnAnswer([1, EOS, 4], [-0.5, 1e-7, logp], 'stop')
+    answers = iter([bad] * 3)
+    api = FakeApi(lambda request: next(answers, good))
+    fleet = self.fleet(api)
+    turn = fleet.sample(REQUEST, self.copy(parameters(0)), 0)
+    self.assertEqual(turn.logp.tolist(), [-0.5, 0.0])
+    self.assertLen(api.sampled, 4)
+    self.assertLen(api.loads, 1)  # the engine has not failed
+    api.answer = lambda request: bad
+    line = f'reported {shown} as the log-prob of token 2 of 2 .id 9.*processed_logprobs'
+    with self.assertRaisesRegex(types.RunError, line):
+      fleet.sample(REQUEST, fleet.folders.newest, 0)
+
+  def test_engine_without_an_answer_holds_back_nobody(self):
+    """It accepts connections and answers nothing, as a stopped process does."""
+    listener = self.enterContext(socket.create_server(('127.0.0.1', 0)))
+    self.enterContext(mock.patch.object(remote, '_QUESTION_S', 0.2))
+    self.enterContext(mock.patch.object(remote, '_MARGIN_S', 0.1))
+    api = FakeApi()
+    fleet = self.fleet(api, api)
+    frozen = fleet.engines[0]
+    frozen._api = servers.VllmApi()
+    frozen.address = f'http://127.0.0.1:{listener.getsockname()[1]}'
+    weights = self.copy(parameters(0))
+    questions = []
+    send = frozen._send
+    frozen._send = lambda *args: (questions.append(args), send(*args))
+
+    def play(index):
+      for _ in range(30):
+        self.assertEqual(fleet.sample(REQUEST, weights, index).version, 3)
+
+    with futures.ThreadPoolExecutor(4) as pool:
+      list(pool.map(play, range(4)))
+    self.assertLen(api.sampled, 120)
+    self.assertBetween(len(questions), 1, 8)  # not one per turn
+    self.assertTrue(all(total_s == 0.2 for total_s, *_ in questions))
+
+  def test_one_turn_at_a_time_tries_an_engine_that_hangs(self):
+    """It tells its label, and answers no turn, as with a GPU that hangs."""
+    begun = []
+
+    def hang(request):
+      begun.append(request)
+      highest.append(hanging.in_progress)
+      time.sleep(0.1)
+      raise http_client.Temporary('ReadTimeout', is_silent=True)
+
+    hanging, alive, highest = FakeApi(hang), FakeApi(), []
+    fleet = self.fleet(hanging, alive)
+    fleet.engines[0]._turn_s = 0.1
+    weights = self.copy(parameters(0))
+    with futures.ThreadPoolExecutor(4) as pool:
+      for _ in range(8):
+        list(pool.map(lambda index: fleet.sample(REQUEST, weights, 2 * index), range(4)))
+    self.assertLen(alive.sampled, 32)
+    self.assertEqual(max(highest[4:], default=1), 1)
+    self.assertLess(len(begun), 12)
+    hanging.answer = alive.answer
+    fleet.engines[0]._retry_at = 0.0
+    with futures.ThreadPoolExecutor(4) as pool:
+      while len(hanging.sampled) < len(begun) + 4:  # it is back
+        list(pool.map(lambda index: fleet.sample(REQUEST, weights, 2 * index), range(4)))
+
+  def test_turn_passes_on_from_a_push_that_takes_long(self):
+    self.enterContext(mock.patch.object(remote, '_PASS_ON_S', 0.1))
+    begun, continues = threading.Event(), threading.Event()
+    self.addCleanup(continues.set)
+    slow, quick = FakeApi(), FakeApi()
+    load = slow.load
+    slow.load = lambda *args: (begun.set(), continues.wait(10), load(*args))
+    fleet = self.fleet(slow, quick)
+    weights = self.copy(parameters(0))
+    with futures.ThreadPoolExecutor(3) as pool:
+      first = pool.submit(fleet.sample, REQUEST, weights, 0)
+      self.assertTrue(begun.wait(10))
+      for turn in [pool.submit(fleet.sample, REQUEST, weights, 0) for _ in range(2)]:
+        self.assertEqual(turn.result(10).version, 3)
+      self.assertFalse(first.done())
+      continues.set()
+      first.result(10)
+    self.assertLen(quick.sampled, 2)
 
   def test_aborted_turn_is_sampled_again(self):
     answers = iter([servers.TurnAnswer([1], [-1.0], 'abort')])
@@ -586,6 +705,7 @@ class HttpFaultsTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.faults = []  # functions of the handler, for the next turns
+    self.questions = []  # the same for the next questions
     self.paths = []
     self.blocks = threading.Event()
     test = self
@@ -604,6 +724,9 @@ class HttpFaultsTest(parameterized.TestCase):
         answer_with(self, 200, json.dumps({'choices': [choice]}))
 
       def do_GET(self):
+        if test.questions:
+          test.questions.pop(0)(self)
+          return
         answer_with(self, 200, '{}')
 
       def log_message(self, *unused):
@@ -665,6 +788,36 @@ class HttpFaultsTest(parameterized.TestCase):
     proxies = {'HTTP_PROXY': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9'}
     with mock.patch.dict(os.environ, proxies | {'NO_PROXY': '', 'no_proxy': ''}):
       self.assertEqual(self.sample()[0].tokens, [9])
+
+  def drip(self, handler):
+    """Sends a byte of the header now and then."""
+    while not self.blocks.wait(0.1):
+      handler.wfile.write(b'H')
+
+  @parameterized.parameters('questions', 'faults')
+  def test_answer_byte_by_byte_has_a_limit(self, place):
+    """Each byte restarts the time limit of a socket."""
+    self.enterContext(mock.patch.object(remote, '_QUESTION_S', 0.3))
+    self.enterContext(mock.patch.object(remote, '_MARGIN_S', 0.1))
+    self.engine._send_turn = functools.partial(self.engine._send, 0.3)
+    self.engine._send_load = lambda path, body: (
+        {} if path == '/collective_rpc' else remote.RemoteEngine._send_load(self.engine, path, body)
+    )
+    getattr(self, place).append(self.drip)
+    with self.assertRaisesRegex(http_client.Temporary, 'no complete answer'):
+      self.sample()
+
+  @parameterized.parameters('questions', 'faults')
+  def test_stop_ends_a_wait_for_an_answer(self, place):
+    self.engine._send_turn = functools.partial(self.engine._send, 300.0)
+    if place == 'faults':
+      self.engine._version = 3
+      self.engine.answered_at = time.monotonic() + 60
+    getattr(self, place).append(lambda handler: self.blocks.wait(20))
+    threading.Timer(0.2, self.stops.set).start()
+    with self.assertRaises(types.Stopped):
+      self.sample()
+    self.assertFalse(self.blocks.is_set())
 
   def test_stop_ends_a_load_that_hangs(self):
     threading.Timer(0.2, self.stops.set).start()
@@ -735,6 +888,19 @@ class FolderTest(absltest.TestCase):
     expected, _ = decoder.forward(self.params, self.model, tokens, None)
     logits, _ = decoder.forward(params, model, tokens, None)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+  def test_trainer_scores_probes_with_any_kernel(self):
+    """The kernel of a TPU takes no row of 79 tokens, and runs on the devices of one mesh alone."""
+    tokens = np.arange(79, dtype=np.int32)[None]
+    score = lambda model, params: jax.jit(functools.partial(agent_lib._score, model))(
+        params, tokens, 0.7
+    )
+    expected = score(self.model, self.params)
+    model = dataclasses.replace(self.model, attention='splash')
+    mesh = sharding.make_mesh(1, 2, 1, jax.devices()[:2])
+    placed = jax.device_put(self.params, sharding.tree_shardings(self.params, mesh))
+    for params in (self.params, placed):
+      np.testing.assert_allclose(score(model, params), expected, atol=1e-4)
 
 
 class AloneTest(absltest.TestCase):
@@ -1002,6 +1168,8 @@ class GatewayTest(parameterized.TestCase):
     self.assertLess(records[0]['rollout_corr/k3_kl'], 1e-6)
     for record in records:
       self.assertLess(record['engine/gap'], 1e-5)
+      self.assertNotIn('perf/rows_busy', record)  # nobody counts the steps of an engine
+      self.assertNotIn('perf/prefill_tokens', record)
     with open(
         os.path.join(workdir, 'run', 'episodes', 'train_000002.jsonl'), encoding='utf-8'
     ) as file:

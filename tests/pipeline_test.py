@@ -11,6 +11,7 @@ import numpy as np
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import episode
 from stppo_jax.rollout import pipeline
 
 
@@ -96,6 +97,27 @@ class ScriptedAgent:
       made[-1].failed = (call, i) in self.failed
     self.report = engine.Report(decode_steps=2, sampled_tokens=2 * len(tasks))
     return made
+
+
+class KeysTest(absltest.TestCase):
+
+  def test_keys_are_drawn_on_the_cpu(self):
+    """With golden bits. The default device stands for an accelerator that is training."""
+    cpu = jax.local_devices(backend='cpu')[0]
+    tasks = [types.Task('x'), types.Task('y'), types.Task('x')]
+    with jax.default_device(jax.devices()[1]):
+      sampling_key, mini_batch_key = pipeline.batch_keys(7, 3)
+      round_key = jax.random.fold_in(sampling_key, 1)
+      keys = episode.row_keys(round_key, tasks)
+      by_role = episode.role_keys(keys, 2)
+      seeds = episode.episode_seeds(keys)
+    for key in (sampling_key, mini_batch_key, round_key, keys, by_role):
+      self.assertEqual(key.devices(), {cpu})
+    bits = lambda key: jax.random.key_data(key).tolist()
+    self.assertEqual(bits(mini_batch_key), [4073741833, 2748900490])
+    self.assertEqual(bits(keys)[0], [2306840020, 2202650387])
+    self.assertEqual(bits(by_role)[2], [[2890047781, 3488942358], [1329005715, 3041335428]])
+    self.assertEqual(seeds, [1944964367, 485676318, 213632281])
 
 
 class RefillTest(parameterized.TestCase):

@@ -258,6 +258,11 @@ class ResumeTest(parameterized.TestCase):
     scores = micro_run.train(make_config(**values), self.workdir)
     self.assertIn('val-core/all/em', scores)
     self.assert_as_straight(**values)
+    evaluations.clear()
+    with mock.patch.object(micro_run.Agent, 'play', stopped):
+      micro_run.train(make_config(**values), self.workdir)
+    self.assertEmpty(evaluations)  # the run is done, and nothing is repeated
+    self.assert_as_straight(**values)
 
   def test_an_evaluation_waits_for_a_failed_retriever(self):
     play, failing = micro_run.Agent.play, [True, False, True, True, False]

@@ -256,6 +256,36 @@ class SchedulerTest(parameterized.TestCase):
       self.assertEqual(scheduler.running, 0)
     self.assertIn('cancelled', heard.finish)
 
+  @parameterized.product(call=('reload', 'forget'), later_calls=(0, 2))
+  def test_cancelled_during_pause_leaves_no_prefix(self, call, later_calls):
+    """Nothing that the weights before a push have computed is reused, and no later copy of it."""
+    prompt = [5, 6, 7, 8, 9, 10]
+    arguments = ('folder',) if call == 'reload' else ()
+    new = jax.tree.map(lambda w: 1.5 * w, make_params()) if call == 'reload' else make_params()
+    with scheduler_lib.Scheduler(make_sampler(), new, TOKEN_BYTES, (EOS,)) as scheduler:
+      (wanted,) = serve(scheduler, make_request(prompt, seed=2))
+    with make_scheduler(load_params=lambda folder: new) as scheduler:
+      begun = make_request(prompt, budget=SLOTS - len(prompt), ignore_eos=True)
+      hold = threading.Event()
+      heard = begun.emit
+      begun.emit = lambda *given: (heard(*given), hold.wait(60))
+      scheduler.submit([begun])
+      self.assertTrue(heard.begun.wait(60))
+      calls = [scheduler.control('pause', False), scheduler.control(call, *arguments)]
+      hold.set()
+      for done in calls:
+        done.result(60)
+      begun.cancelled = True
+      for _ in range(later_calls):
+        scheduler.control(call, *arguments).result(60)
+      scheduler.control('resume').result(60)
+      self.assertEqual(heard.wait().finish, 'cancelled')
+      for reused in (0, len(prompt) - 1, 2 * (len(prompt) - 1)):
+        (found,) = serve(scheduler, make_request(prompt, seed=2))
+        self.assertEqual(scheduler.counts.reused_tokens, reused)
+        self.assertEqual(found.tokens, wanted.tokens)
+        np.testing.assert_allclose(found.logp, wanted.logp, atol=1e-5)
+
   def test_full_queue_rejects_requests(self):
     with make_scheduler(width=2, max_waiting=3) as scheduler:
       requests = [make_request([5], budget=SLOTS - 2, seed=s) for s in range(3)]

@@ -17,7 +17,10 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.monitoring import workdir as workdir_lib
 
-_REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # a name there is looked up, not imported
+# Setting -> prefixes of names that a package looks up in its registry, and does not import.
+# Choice: of GEM's environments only the games. Others run the programs that the model writes, or
+# load a data set that an option names.
+_REGISTRIES = {'env.kind': ('gem:game:', 'textarena:', 'reasoning_gym:')}
 # The name of a module or host may have other characters than letters, such as a hyphen.
 _CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error
@@ -62,13 +65,14 @@ def untrusted(workdir: str, config: Config, overridden: Collection[str]) -> list
   defaults = {path: value for path, _, value in validation.fields(Config())}
   needs_trust = {}
   for path, rules, value in validation.fields(config):
-    if isinstance(value, dict):
+    if path in validation.FREE_DICTS and isinstance(value, dict):
       for name, option in value.items():
         if any(map(_CODE_OR_ADDRESS.fullmatch, _texts(option))):
           needs_trust[f'{path}.{name}'] = option
       continue
+    registries = _REGISTRIES.get(path, ())
     is_code = rules.plugin and any(
-        ':' in text and not text.startswith(_REGISTRIES) for text in _texts(value)
+        ':' in text and not text.startswith(registries) for text in _texts(value)
     )
     is_address = rules.needs_trust and value != defaults[path]
     is_written = rules.written and not _is_within(workdir, value)
@@ -81,10 +85,15 @@ def untrusted(workdir: str, config: Config, overridden: Collection[str]) -> list
   ]
 
 
-def _is_within(folder: str, path: str) -> bool:
+def _is_within(folder: str, path: Any) -> bool:
   """Returns whether a path is '' or in the folder. Links are followed."""
+  if not path:
+    return True
   root = os.path.realpath(folder)
-  return not path or os.path.commonpath([root, os.path.realpath(path)]) == root
+  try:
+    return os.path.commonpath([root, os.path.realpath(path)]) == root
+  except (TypeError, ValueError):  # no path; `validate` reports it
+    return False
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -92,7 +101,8 @@ def _texts(value: Any) -> Iterator[str]:
   if isinstance(value, str):
     yield value
   elif isinstance(value, dict):
-    for item in value.values():
+    for name, item in value.items():
+      yield from _texts(name)
       yield from _texts(item)
   elif isinstance(value, (list, tuple)):
     for item in value:

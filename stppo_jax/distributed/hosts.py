@@ -239,6 +239,20 @@ def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
   return jax.tree.map(make, tree)
 
 
+def random_key(seed: int) -> jax.Array:
+  """Returns `jax.random.key(seed)` on the CPU backend, which also computes what is drawn from it.
+
+  Keys and seeds of episodes are host data. On an accelerator their programs would wait behind those
+  of training. The bits are the same on all backends.
+  """
+  try:
+    cpu = jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return jax.random.key(seed)
+  with jax.default_device(cpu):
+    return jax.device_put(jax.random.key(seed), cpu)
+
+
 def finish() -> None:
   """Ends the thread that looks for failures of other processes. Called when no error occurred."""
   _has_finished.set()

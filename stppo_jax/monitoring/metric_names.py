@@ -185,9 +185,9 @@ GROUPS: dict[str, dict[str, str]] = {
         'rollout/questions': 'Questions that were played for the batch.',
         'rollout/groups_with_spread': 'Share of played groups whose scores differ.',
         'rollout/groups_kept': 'Share of groups of the batch whose scores differ.',
-        'perf/rows_busy': 'Rows that sampled in a decode step, on average.',
-        'perf/decode_steps': 'Decode steps, each of one group of rows.',
-        'perf/prefill_tokens': 'Tokens of prompts and observations that were read.',
+        'perf/rows_busy': 'Rows that sampled in a decode step, on average. Absent with engines.',
+        'perf/decode_steps': 'Decode steps, each of one group of rows. Absent with engines.',
+        'perf/prefill_tokens': 'Prompt and observation tokens that were read. Absent with engines.',
         'perf/shared_tokens': 'Prompt tokens that were copied from an equal prompt instead.',
         'engine/turn_age/{mean,max,min}': (
             'Updates between the weights that sampled a turn and the weights that it trains '

@@ -26,10 +26,12 @@ class Encoder:
     self.folder = folder
     self._torch = _import_torch()
     try:
-      self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+      # Without `trust_remote_code` transformers asks whether to run the folder's code.
+      settings: dict[str, Any] = {'local_files_only': True, 'trust_remote_code': False}
+      self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **settings)
       model, loading = transformers.AutoModel.from_pretrained(
           folder,
-          local_files_only=True,
+          **settings,
           use_safetensors=True,  # a pickle could run code
           dtype='float32',
           output_loading_info=True,

@@ -174,7 +174,11 @@ class RemoteAgent(Agent):
 
 
 def _score(model, params, tokens, temperature):
-  """Returns the log-probs of tokens [1,T] as the trainer computes them."""
+  """Returns the log-probs of tokens [1,T] as the trainer computes them, for any length T.
+
+  The kernels of training take only the lengths of its bins, and run in its layout of rows.
+  """
+  model = dataclasses.replace(model, attention='plain', row_sharding=None)
   x, _ = decoder.trunk(params, model, tokens)
   logp, _ = decoder.token_logp(params, model, x, tokens, temperature)
   return logp

@@ -70,16 +70,24 @@ class Report:
     return Report(**sums)
 
   def metrics(self) -> dict[str, float]:
-    """Returns the report under the names of metrics.jsonl."""
-    return {
-        'timing_s/gen_prefill': self.seconds['prefill'],
+    """Returns the report under the names of metrics.jsonl.
+
+    Without decode steps nothing was sampled here, or engines in other processes have sampled, whose
+    work is not known.
+    """
+    metrics = {
         'timing_s/gen_decode': self.seconds['decode'],
         'timing_s/gen_env': self.seconds['env'],
-        'perf/rows_busy': self.rows_busy,
-        'perf/decode_steps': self.decode_steps,
-        'perf/prefill_tokens': self.prefill_tokens,
-        'perf/shared_tokens': self.shared_tokens,
     }
+    if self.decode_steps:
+      metrics |= {
+          'timing_s/gen_prefill': self.seconds['prefill'],
+          'perf/rows_busy': self.rows_busy,
+          'perf/decode_steps': self.decode_steps,
+          'perf/prefill_tokens': self.prefill_tokens,
+          'perf/shared_tokens': self.shared_tokens,
+      }
+    return metrics
 
 
 def run(

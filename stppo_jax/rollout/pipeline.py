@@ -315,8 +315,8 @@ def _share_with_spread(groups):
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the random keys of a batch: (for sampling, for its mini-batches)."""
-  key = jax.random.fold_in(jax.random.key(seed), number)
+  """Returns the random keys of a batch, on the CPU: (for sampling, for its mini-batches)."""
+  key = jax.random.fold_in(hosts.random_key(seed), number)
   sampling_key, mini_batch_key = jax.random.split(key)
   return sampling_key, mini_batch_key
 

@@ -24,6 +24,7 @@ import functools
 import glob
 import itertools
 import json
+import numbers
 import os
 import re
 import secrets
@@ -47,9 +48,11 @@ from stppo_jax.rollout import servers
 
 NUM_PROBES = 8  # turns of `check_agreement`
 _PROBE_TOKENS = 32
+_PROBE_BLOCK = 128  # scored rows are multiples of it, so that they can be computed in chunks
 _UNKNOWN = -1  # version of an engine that has to be asked
 _IN_QUESTION = -2  # version while the engine is asked, or loads weights
-_RETRY_S = 2.0  # until an engine that failed is tried again
+_RETRY_S = 2.0  # until an engine that failed is tried again; doubled after each further failure
+_LONGEST_RETRY_S = 30.0
 _POLL_S = 0.2  # between two questions whether to give up
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
@@ -57,7 +60,16 @@ _IDLE_S = 1.0  # no engine ends, starts again and answers within this time
 _START_S = 600.0  # until an engine that loads its model answers
 _PROBE_S = 60.0  # until an engine that has answered before answers again
 _PROBE_TEMPERATURE = 0.8
-_LOAD_S = 900.0  # time limit of a request that is not a turn
+_PASS_ON_S = 10.0  # a turn waits so long for a push before it goes to another engine
+_QUESTION_S = 10.0  # time limit of a question, such as that for the label
+_CONTROL_S = 60.0  # time limit of a command, such as a pause
+_LOAD_S = 900.0  # time limit of a command that loads weights
+_MARGIN_S = 2.0  # the client's own time limit comes first
+_BAD_TURNS = 8  # turns in a row with an impossible log-prob, after which the run ends
+# Sampling in float32 draws no token with a log-prob below about -30. vLLM reports -9999 for minus
+# infinity.
+_LEAST_LOGP = -100.0
+_LARGEST_LOGP = 1e-3  # rounding may give a number above 0
 _MAX_CONNECTIONS = 1024
 _LABEL = re.compile('([0-9a-f]{8})-.*')  # the run, and the version of its weights
 _VERSION = re.compile(r'\d{6,}(\.partial)?')  # the name of a version's folder
@@ -69,6 +81,10 @@ class RemoteWeights:
 
   version: int  # updates of the policy
   folder: str
+
+
+class BadLogprob(http_client.Temporary):
+  """A turn with a number that is no log-prob of a sampled token."""
 
 
 class RemoteEngine:
@@ -103,6 +119,9 @@ class RemoteEngine:
     self._num_turns = 0  # in progress
     self._failure = http_client.Temporary('')  # the newest one
     self._retry_at = 0.0  # monotonic time until which it is raised again
+    self._num_failures = 0  # attempts that failed since the newest answer
+    self._hangs = False  # whether a turn had no answer in time, and none was answered since
+    self._has_trial = False  # whether a turn is in progress that tries an engine that hangs
     self._session = requests.Session()
     self._session.trust_env = False  # no proxy between trainer and engine, no key of ~/.netrc
     if api_key := os.environ.get('OPENAI_API_KEY'):
@@ -110,34 +129,71 @@ class RemoteEngine:
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
     self._session.mount('http://', adapter)
     self._session.mount('https://', adapter)
+    self._turn_s = turn_s
     self._send_turn = functools.partial(self._send, turn_s)
 
   def sample(
-      self, request: servers.TurnRequest, wanted: Callable[[], RemoteWeights]
+      self,
+      request: servers.TurnRequest,
+      wanted: Callable[[], RemoteWeights],
+      passes_on: bool = False,
   ) -> tuple[servers.TurnAnswer, int]:
     """Samples a turn with the weights that `wanted` returns; returns it with their version.
 
+    After a turn without an answer one turn at a time tries the engine, until one is answered.
+
     Raises Temporary if another attempt, or another engine, may succeed, Stopped, and a RunError if
     the engine rejects the request for good.
+
+    Args:
+      request: the turn.
+      wanted: returns the weights.
+      passes_on: whether another engine can take the turn, so that it does not wait for a push that
+        takes long, or for the question whether an engine that has failed is back.
     """
-    with self._entrance:
+    self._enter(passes_on)
+    try:
       self._check_stopped()
-      if time.monotonic() < self._retry_at:
+      if time.monotonic() < self._retry_at or self._has_trial:
         raise self._failure.with_traceback(None)
       weights = wanted()
       self.ensure(weights)
+      is_trial = self._hangs
       with self._turn_ended:
         self._num_turns += 1
+        self._has_trial = is_trial
+    finally:
+      self._entrance.release()
     request = dataclasses.replace(request, label=self._label(weights))
+    started = time.monotonic()
     try:
       with self._failures():
         answer = self._api.sample(self._send_turn, request)
       self.answered_at = time.monotonic()
+      self._num_failures = 0
+      self._hangs = False
       return answer, weights.version
+    except http_client.Temporary as failure:
+      self._hangs |= failure.is_silent and time.monotonic() - started >= self._turn_s
+      raise
     finally:
       with self._turn_ended:
         self._num_turns -= 1
+        if is_trial:
+          self._has_trial = False
         self._turn_ended.notify_all()
+
+  def _enter(self, passes_on: bool) -> None:
+    """Acquires the entrance. Raises Stopped, or Temporary for a turn that passes on."""
+    started = time.monotonic()
+    while not self._entrance.acquire(timeout=_POLL_S):
+      self._check_stopped()
+      if not passes_on:
+        continue
+      if self._num_failures:
+        raise self._failure.with_traceback(None)
+      if time.monotonic() - started > _PASS_ON_S:
+        raise http_client.Temporary(f'{self.address} still loads weights', is_busy=True)
 
   def ensure(self, weights: RemoteWeights) -> None:
     """Gives the engine these weights unless it has them. No turn may start meanwhile.
@@ -195,18 +251,28 @@ class RemoteEngine:
     return f'{self._run}-{weights.version}'
 
   def _send(self, total_s, path, body):
-    """Returns the JSON of an answer; {} for an empty answer and for a text."""
+    """Returns the JSON of an answer; {} for an empty answer and for a text.
+
+    Raises Stopped before its end if the run is to end, and Temporary after `total_s` also for an
+    answer that comes byte by byte.
+    """
     limits = http_client.ClientLimits(_CONNECT_S, total_s)
-    answer = http_client.send(self._session, self.address + path, body, limits)
+    url = self.address + path
+    send = functools.partial(http_client.send, self._session, url, body, limits)
+    answer = http_client.call_within(send, total_s + _MARGIN_S, self._check_stopped)
     try:
       return json.loads(answer)
     except ValueError:
       return {}
 
   def _send_load(self, path, body):
-    """Sends a request that is not a turn. Raises Stopped before its end if the run is to end."""
-    send = functools.partial(self._send, _LOAD_S, path, body)
-    return http_client.call_within(send, _LOAD_S, self._check_stopped)
+    """Sends a request that is not a turn."""
+    total_s = _CONTROL_S
+    if body is None:
+      total_s = _QUESTION_S
+    elif path in servers.LOADS:
+      total_s = _LOAD_S
+    return self._send(total_s, path, body)
 
   @contextlib.contextmanager
   def _failures(self) -> Iterator[None]:
@@ -227,13 +293,15 @@ class RemoteEngine:
   def _failed(self, reason):
     """Notes a failure of the engine; returns it as the error of the next attempts."""
     now = time.monotonic()
-    wait_s = min(reason.wait_s or _RETRY_S, _LONGEST_WAIT_S)
-    self._retry_at = now + wait_s
-    if reason.is_busy:
-      self.answered_at = now
-    else:
-      with self._turn_ended:
+    with self._turn_ended:
+      if reason.is_busy:
+        self.answered_at = now
+      else:
         self._version = _UNKNOWN
+        if now >= self._retry_at or not self._num_failures:  # turns that fail together count once
+          self._num_failures += 1
+      retry_s = min(_RETRY_S * 2 ** max(self._num_failures - 1, 0), _LONGEST_RETRY_S)
+      self._retry_at = now + min(reason.wait_s or retry_s, _LONGEST_WAIT_S)
     cause = f'{reason}: {reason.text}' if reason.text else reason
     self._failure = http_client.Temporary(
         f'{self.address} failed ({cause})', is_silent=reason.is_silent, is_busy=reason.is_busy
@@ -304,16 +372,18 @@ class WeightFolders:
 def folder_of_run(root: str, workdir: str) -> str:
   """Returns the folder in `root` for the weights of the run in `workdir`, the same at each resume.
 
-  Several runs may share `root`, and it may hold other files.
+  Several runs may share `root`, and it may hold other files. A copy of a run's folder is another
+  run: its inode or path differs from that which WORKDIR/weights_id names.
   """
   os.makedirs(workdir, exist_ok=True)
+  place = [os.stat(workdir).st_ino, os.path.realpath(workdir)]
   with open(os.path.join(workdir, 'weights_id'), 'a+', encoding='utf-8') as file:
     file.seek(0)
-    name = file.read()
-    if not re.fullmatch('run-[0-9a-f]{16}', name):  # a new run, or the file is damaged
-      name = f'run-{secrets.token_hex(8)}'
+    name, *owner = file.read().splitlines() or ['']
+    if not re.fullmatch('run-[0-9a-f]{16}', name) or owner != [json.dumps(place)]:
+      name = f'run-{secrets.token_hex(8)}'  # a new run, a copy, or the file is damaged
       file.truncate(0)
-      file.write(name)
+      file.write(f'{name}\n{json.dumps(place)}\n')
   return os.path.join(root, name)
 
 
@@ -405,17 +475,21 @@ class Fleet:
     is_exact = settings.engine_push == 'batch'
     wanted = lambda: weights if is_exact else self.folders.newest
     started = time.monotonic()
+    num_bad = 0
     while True:
       for engine in engines:
         self.check_stopped()
         try:
-          answer, version = engine.sample(request, wanted)
+          answer, version = engine.sample(request, wanted, passes_on=len(engines) > 1)
           turn = make_turn(answer, request, self._stop_table, engine.address)
           turn.version = version
           return turn
         except http_client.Temporary as error:
           logging.log_every_n_seconds(logging.WARNING, 'a turn is sampled again: %s', 10, error)
           failure = error
+        num_bad += isinstance(failure, BadLogprob)
+        if num_bad == _BAD_TURNS:
+          raise types.RunError(f'{failure}, in each of {num_bad} attempts') from failure
         time.sleep(_POLL_S / len(engines))
       if failure.is_busy:
         continue
@@ -504,7 +578,6 @@ def run(
       pool.step(completions)
       for index, prompt in pool.take_prompts():
         contexts[index] += prompt.ids
-        report.prefill_tokens += len(prompt.ids)
         if prompt.budget > 0:
           waiting.append((index, prompt.budget))
       report.seconds['env'] += time.perf_counter() - ended
@@ -531,17 +604,17 @@ def make_turn(
   """Returns an engine's answer as a turn, cut after the token at which our own sampler would stop.
 
   A prefix of what was sampled is distributed as if the engine had stopped there. Raises Temporary
-  for a turn that was aborted, and a RunError for an invalid answer or a turn that ended too early.
+  for a turn that was aborted or has an impossible log-prob, and a RunError for an invalid answer or
+  a turn that ended too early.
   """
   tokens = answer.tokens
-  logp = np.array(answer.logp, np.float32)
   if answer.finish not in ('stop', 'length'):
     raise http_client.Temporary(f'{address} ended a turn with {answer.finish!r}')
   num_states, vocab_size = stop_table.shape
-  is_turn = 0 < len(tokens) == len(logp) <= request.budget
-  if not is_turn or not np.isfinite(logp).all() or max(tokens) >= vocab_size:
+  are_ids = all(isinstance(x, numbers.Integral) and 0 <= x < vocab_size for x in tokens)
+  if not 0 < len(tokens) == len(answer.logp) <= request.budget or not are_ids:
     raise types.RunError(
-        f'{address} answered with {len(tokens)} tokens and {len(logp)} log-probs where 1 to '
+        f'{address} answered with {len(tokens)} tokens and {len(answer.logp)} log-probs where 1 to '
         f'{request.budget} ids below {vocab_size} were asked for: it serves another model, or '
         'config.rollout.engine_kind is wrong'
     )
@@ -557,7 +630,17 @@ def make_turn(
         'without a stop string or an eos id of the trainer: its generation_config.json names '
         'another eos id, or its context is shorter than config.rollout.max_total'
     )
-  return types.Turn(tokens=np.array(tokens[:length], np.int32), logp=logp[:length])
+  for number, reported in enumerate(answer.logp[:length]):
+    is_number = isinstance(reported, numbers.Real)
+    if not is_number or not _LEAST_LOGP <= reported <= _LARGEST_LOGP:  # also not for NaN
+      raise BadLogprob(
+          f'{address} reported {reported!r} as the log-prob of token {number + 1} of {length} (id '
+          f'{tokens[number]}), which no sampled token has: start the engine with log-probs of the '
+          'distribution that it samples from (vLLM: --logprobs-mode processed_logprobs, and no '
+          'logits processor)'
+      )
+  logp = np.minimum(np.array(answer.logp[:length], np.float32), 0.0)
+  return types.Turn(tokens=np.array(tokens[:length], np.int32), logp=logp)
 
 
 def check_agreement(
@@ -590,7 +673,7 @@ def check_agreement(
   is_cut = drawn_from.top_k > 0 or drawn_from.top_p < 1
   if is_cut and temperature == 1:
     temperature = _PROBE_TEMPERATURE
-  length = max(map(len, prompts)) + _PROBE_TOKENS
+  length = sampling.round_up(max(map(len, prompts)) + _PROBE_TOKENS, _PROBE_BLOCK)
   gaps = []
   for engine in sampler.fleet.engines:
     probes = hosts.by_writer(

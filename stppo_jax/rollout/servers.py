@@ -20,6 +20,8 @@ from stppo_jax.rollout import sampling
 
 # (path, body; None: a GET) -> JSON. Raises Temporary and Rejected.
 Send = Callable[[str, Any], Any]
+# Routes that load weights, which may take minutes.
+LOADS = ('/collective_rpc', '/update_weights_from_disk', '/v1/load_lora_adapter')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TurnAnswer:
   """A turn as the engine reports it."""
 
   tokens: list[int]
-  logp: list[float]
+  logp: list[float]  # as many as tokens; an engine may report numbers that are none
   finish: str  # 'stop', 'length', or another reason
 
 
@@ -95,9 +97,10 @@ class VllmApi:
         'skip_special_tokens': False,  # else no stop string that has one is found
     }
     choice = send('/v1/completions', body)['choices'][0]
+    logprobs = choice['logprobs'] or {}
     return TurnAnswer(
         tokens=choice['token_ids'] or [],
-        logp=choice['logprobs']['token_logprobs'],
+        logp=logprobs.get('token_logprobs') or [],
         finish=choice['finish_reason'],
     )
 

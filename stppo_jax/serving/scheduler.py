@@ -354,9 +354,11 @@ class Scheduler:
 
   def _forget(self) -> None:
     for row in self._rows:
+      ids: list[int] = []
       if row.request is not None:
-        row.ids = row.tokens[: row.length_with_ids].tolist()
+        ids = row.tokens[: row.length_with_ids].tolist()
         row.phase = 'ready'
+      row.ids = ids
       row.length = 0
 
   def _prefill_forgotten(self) -> None:
@@ -509,7 +511,11 @@ class Scheduler:
     return len(tokens), False
 
   def _free(self, row: _CacheRow) -> None:
-    """Ends the request of a row, which keeps its tokens."""
+    """Ends the request of a row, which keeps the tokens that are in the cache.
+
+    A request that is cancelled between new weights and the next prefill has none there.
+    """
     row.request = None
     row.phase = 'waiting'
+    row.ids = ()
     row.used = next(self._clock)

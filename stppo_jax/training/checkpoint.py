@@ -197,6 +197,10 @@ class Checkpoints:
     if score is not None and updates in self._manager.all_steps():
       self._add_score(updates, score)
 
+  def score(self, updates: int) -> float | None:
+    """Returns the held-out score of a checkpoint; None before its evaluation."""
+    return self._policy.scores.get(updates)
+
   def check(self) -> None:
     """Reports a save that has failed. Does not wait."""
     if not self._manager.is_saving_in_progress():

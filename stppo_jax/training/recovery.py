@@ -193,12 +193,11 @@ class RunCheckpoints(checkpoint.Checkpoints):
     learners.restore(lambda shapes: self.restore(newest, shapes))
     saved = self.progress(newest)
     progress = Progress(
-        updates=newest,
-        resumed=newest,
-        logged=newest,
-        skipped_batches=saved['passed_over'],
-        unfinished=saved.get('unfinished'),
+        updates=newest, resumed=newest, logged=newest, skipped_batches=saved['passed_over']
     )
+    # A checkpoint that was saved before its evaluation gets a score when a resumed run evaluates.
+    if self.score(newest) is None:
+      progress.unfinished = saved.get('unfinished')
     if progress.unfinished is not None:
       progress.logged -= 1
     if skip_through is not None:

@@ -373,10 +373,10 @@ class Run:
       self.journal.write(0, self.evaluate(0, {}))
     elif unfinished is not None:
       metrics = self.evaluate(n, unfinished)
-      self.checkpoints.note_score(n, self.progress.score)
       # Choice: does not check that update n was finite. A rollback would come back here, to n.
       alarms = self.journal.log_update(n, metrics)
       self.progress.logged = n
+      self.checkpoints.note_score(n, self.progress.score)  # from now on it is not repeated
       self.journal.warn(n, alarms)
 
   def sample(self, n: int) -> pipeline_lib.Sampled:
@@ -458,7 +458,7 @@ class Run:
     with self.pipeline.idle():
       started = time.perf_counter()  # without the wait for a batch that is being sampled
       policy = self.batches.copy(self.learners.actor)
-      keys = episode_lib.row_keys(jax.random.key(self.config.seed), self.parts.held_out)
+      keys = episode_lib.row_keys(hosts.random_key(self.config.seed), self.parts.held_out)
 
       def play():
         return self.parts.agent.play(

@@ -4,18 +4,34 @@ An episode is one question and one answer, which the package scores from 0 to 1.
 a part of the score to a text that contains the right answer among others. A policy learns to
 exploit that, so `partial=False` rewards full scores only. `env.options` goes to the data set's
 configuration, except for the parameters of ReasoningGymEnv.
+
+Some data sets score an answer with Python's `eval` or SymPy's `parse_expr`, which calls it. The
+policy writes the answer, so an answer that could call a function of Python is wrong here.
 """
 
+import ast
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
+import inspect
+import re
+import sys
 from typing import Any
+
+from absl import logging
 
 from stppo_jax import types
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
+_RUNS_TEXTS = re.compile(r'\b(?:eval|exec|parse_expr|sympify)\(')  # in the source of a data set
+# A call with its name, an attribute, or a character that could hide either.
+_CALL = re.compile(r'([\w.]+|[\])}])\s*\(|\.\s*[^\W\d]|[\'"\\#]')
+_FUNCTIONS = frozenset(
+    'sin cos tan cot sec csc asin acos atan acot sinh cosh tanh asinh acosh atanh exp log ln sqrt '
+    'abs Abs erf Integer Rational'.split()
+)
 INSTRUCTIONS = '\nWrite the final answer between <answer> and </answer>.\n'
 
 
@@ -75,13 +91,26 @@ class ReasoningGymEnv(packages.PackageEnv):
   def step(self, action: str) -> protocol.Step:
     """Scores the answer. If tags are asked for, a text without them is an invalid action."""
     answer = self._answer(action)
-    score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
+    score = self._score(answer)
     solved = float(score > 1 - 1e-6)
     info: protocol.StepInfo = {
         'action': 'invalid' if answer is None else 'answer',
         'metrics': {'solved': solved, 'score': score, 'answered': float(answer is not None)},
     }
     return '', score if self._partial else solved, True, False, info
+
+  def _score(self, answer):
+    """Returns the package's score, or 0 for an answer that could run code while it is scored."""
+    if answer and _runs_texts(type(self._dataset).__module__) and may_run_code(answer):
+      logging.log_first_n(
+          logging.WARNING,
+          '%s runs its answers as Python: %.80r is scored 0, because it could call a function',
+          1,
+          self.kind,
+          answer,
+      )
+      return 0.0
+    return float(self._dataset.score_answer(answer=answer, entry=self._entry))
 
   def _answer(self, action):
     if self._tagged:
@@ -93,3 +122,20 @@ class ReasoningGymEnv(packages.PackageEnv):
 
 def _stop_strings(tagged):
   return ('</answer>',) if tagged else ()
+
+
+@functools.cache
+def _runs_texts(module_name: str) -> bool:
+  """Returns whether a module of the package runs texts as Python."""
+  source = inspect.getsource(sys.modules[module_name])
+  return _RUNS_TEXTS.search(source) is not None
+
+
+def may_run_code(text: str) -> bool:
+  """Returns whether Python's `eval` of a text could call more than a function of mathematics."""
+  try:
+    ast.literal_eval(text)
+    return False
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    pass
+  return any(match[1] not in _FUNCTIONS for match in _CALL.finditer(text))
