@@ -5,11 +5,13 @@ samples new tokens, `take` and `put` move rows between contexts. The small state
 with the caller (`slots`): which sequence is in which row, its length, and the state of its turn.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 import copy as copy_lib
 import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import flax
 import jax
@@ -24,6 +26,7 @@ from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
 
 Numbers = Sequence[int]
+TOP = 5  # likeliest tokens per place of `PromptScores`
 
 
 @flax.struct.dataclass
@@ -70,6 +73,14 @@ class PrefillResult:
   lengths: Any = None  # [B] int32, of the contexts after it, to wait for
   # (routes, counts [B]) of each chunk, where experts are recorded.
   chunks: list[Any] = dataclasses.field(default_factory=list)
+
+
+class PromptScores(NamedTuple):
+  """The log-probs of n tokens, each given those before it. A row's first token has none."""
+
+  logp: np.ndarray  # [n-1] float32
+  top_ids: np.ndarray  # [n-1,TOP], the likeliest first
+  top_logp: np.ndarray  # [n-1,TOP]
 
 
 class Sampler:
@@ -158,6 +169,7 @@ class Sampler:
     jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
     self._prefill = jit_in_place(self._append)
     self._decode = jit_in_place(self._decode_rows)
+    self._score = jit_in_place(self._score_rows)
 
   @functools.cached_property
   def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them
@@ -232,13 +244,48 @@ class Sampler:
     context. The chunks of a row depend only on its number of ids: as many as fit of the largest, of
     the next, the rest in the smallest.
     """
-    rows = len(context.logits)
+    prefilled = PrefillResult()
+    for tokens, live, counts in self._chunks(ids, starts, len(context.logits)):
+      context, result = self._prefill(params, context, tokens, live, counts)
+      prefilled.lengths, routes = result
+      if self.records_routes:
+        prefilled.chunks.append((routes, counts))
+    return context, prefilled
+
+  def score(self, params, ids: Sequence[Numbers]) -> list[PromptScores]:
+    """Returns the model's log-probs of known tokens, as they are without temperature and cuts.
+
+    Takes at most `prefill_rows` rows, each with as many tokens as a context has room for.
+    """
+    rows = 1
+    if len(ids) > 1 or layout.num_shards(self.row_sharding, 'data') > 1:
+      rows = self.prefill_rows
+    known = [row_ids[:-1] for row_ids in ids]
+    targets = [row_ids[1:] for row_ids in ids]
+    starts = [0] * len(ids)
+    context = self.empty(rows, self.slot_buckets[0])
+    context = self.with_room(context, max(map(len, ids)))
+    parts: list[Any] = []
+    chunks = self._chunks(known, starts, rows)
+    target_chunks = self._chunks(targets, starts, rows)
+    for (tokens, live, counts), (next_tokens, *_) in zip(chunks, target_chunks):
+      context, scores = self._score(params, context, tokens, next_tokens, live, counts)
+      parts.append((scores, counts))
+    parts = jax.device_get(parts)
+    columns = []
+    for row in range(len(ids)):
+      arrays = [[array[row, : counts[row]] for array in scores] for scores, counts in parts]
+      columns.append(arrays)
+    empty = (np.zeros(0), np.zeros((0, TOP), int), np.zeros((0, TOP)))
+    return [PromptScores(*map(np.concatenate, zip(empty, *arrays))) for arrays in columns]
+
+  def _chunks(self, ids: Sequence[Numbers], starts: Numbers, rows: int) -> Iterator[Any]:
+    """Yields (tokens [rows,chunk], live slots [rows], new tokens [rows]) of each prefill call."""
     num_given = len(ids)
     left = np.zeros(rows, np.int32)
     left[:num_given] = [len(row_ids) for row_ids in ids]
     live = np.zeros(rows, np.int32)
     live[:num_given] = starts
-    prefilled = PrefillResult()
     for chunk in reversed(self.chunk_buckets):
       least = chunk
       if chunk == self.chunk_buckets[0]:
@@ -253,13 +300,9 @@ class Sampler:
           start = len(row_ids) - left[b]
           end = start + count
           tokens[b, :count] = row_ids[start:end]
-        context, result = self._prefill(params, context, tokens, live, counts)
-        prefilled.lengths, routes = result
-        if self.records_routes:
-          prefilled.chunks.append((routes, counts))
+        yield tokens, live, counts
         live = live + counts
         left = left - counts
-    return context, prefilled
 
   def decode(
       self, params, context: Context, rows: DecodeRows, steps: int, enough: int
@@ -352,6 +395,27 @@ class Sampler:
       routes = moe.recorded_routes(routing, config.num_experts)
     context = Context(cache.k, cache.v, logits)
     return context, (cache.length, routes)
+
+  def _score_rows(self, params, context, tokens, next_tokens, starts, counts):
+    """Appends tokens [B,T] as `_append` does. Returns (context, fields of `PromptScores`).
+
+    Choice: the logits of one row at a time, because those of a batch take more memory than the
+    model's weights.
+    """
+    config = self.config
+    cache = decoder.KVCache(context.k, context.v, starts)
+    x, cache, _ = decoder.cached_trunk(params, config, tokens, cache, counts)
+
+    def score_row(row):
+      x, next_tokens = row
+      logits = decoder.token_logits(params, config, x[None])[0]
+      logp = jax.nn.log_softmax(logits)
+      top_logp, top_ids = jax.lax.top_k(logp, TOP)
+      chosen = jnp.take_along_axis(logp, next_tokens[:, None], axis=1)
+      return chosen[:, 0], top_ids, top_logp
+
+    scores = jax.lax.map(score_row, (x, next_tokens))
+    return Context(cache.k, cache.v, context.logits), scores
 
   def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""

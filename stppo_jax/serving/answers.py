@@ -7,6 +7,8 @@ At the end of a turn it parses the tool calls and records the turn in its sessio
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator
+from collections.abc import Awaitable
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 import contextlib
@@ -15,6 +17,7 @@ from typing import Any
 
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 
@@ -22,6 +25,9 @@ _FAILURES = {
     'cancelled': (503, 'the server stops, or the session has ended'),
     'error': (500, 'the engine has failed; see the log'),
 }
+
+
+Scorer = Callable[[list[list[int]]], Awaitable[list[sampler_lib.PromptScores]]]
 
 
 @dataclasses.dataclass
@@ -64,8 +70,7 @@ class TurnText:
   def feed(self, tokens: Sequence[int], finish: str | None) -> None:
     """Adds sampled tokens. `finish` is set with the last ones."""
     before = len(self.full)
-    known = len(self.token_bytes)
-    pieces = [self.token_bytes[token] if token < known else b'' for token in tokens]
+    pieces = self.bytes_of(tokens)
     self.pieces += pieces
     has_eos = finish == 'stop' and len(tokens) > 0 and tokens[-1] in self.eos_ids
     for piece in pieces[: len(pieces) - has_eos]:
@@ -76,6 +81,11 @@ class TurnText:
     if has_eos:
       self.starts.append(len(self.full))
     self.shown = self._visible(max(0, before - self._longest), finish is not None)
+
+  def bytes_of(self, tokens: Sequence[int]) -> list[bytes]:
+    """Returns the text of each token."""
+    known = len(self.token_bytes)
+    return [self.token_bytes[token] if token < known else b'' for token in tokens]
 
   def _visible(self, start: int, is_over: bool) -> str:
     """Returns the text before a stop string, or before a text that may become one."""
@@ -140,6 +150,7 @@ class Answer:
   form: tool_calls.Form | None  # None: the request has no tools
   session: sessions.Session | None
   events: asyncio.Queue  # (index, tokens, log-probs, finish) as the scheduler emits them
+  scorer: Scorer | None = None  # None: the log-probs of sampling are enough
 
   @property
   def prompts(self) -> list[list[int]]:
@@ -178,6 +189,12 @@ class Answer:
         num_left -= 1
         self._finish(choice, chunk)
       yield chunk
+
+  async def score(self) -> list[sampler_lib.PromptScores]:
+    """Returns the log-probs of all tokens of each choice, once it is over; empty: not needed."""
+    if self.scorer is None:
+      return []
+    return await self.scorer([[*choice.plan.ids, *choice.tokens] for choice in self.choices])
 
   def close(self) -> None:
     """Cancels the choices in progress."""

@@ -6,6 +6,7 @@ A field that is not supported and would change an answer is an error, never igno
 from collections.abc import AsyncGenerator
 from collections.abc import Iterable
 import contextlib
+import itertools
 import json
 import time
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Any
 from typing import ClassVar
 from typing import Literal
 from typing import Protocol
+from typing import Self
 import uuid
 
 import pydantic
@@ -20,6 +22,7 @@ from starlette import exceptions
 
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import answers
 
 MAX_CHOICES = 16  # per prompt
@@ -216,6 +219,22 @@ class CompletionBody(ClientBody):
   def most_tokens(self) -> int | None:
     return self.max_completion_tokens or self.max_tokens
 
+  @property
+  def num_top(self) -> int:
+    """Number of likeliest tokens that the answer gives for each token."""
+    raise NotImplementedError
+
+  @property
+  def wants_scores(self) -> bool:
+    """Whether the answer needs log-probs that sampling does not give."""
+    return self.num_top > 0
+
+  @pydantic.model_validator(mode='after')
+  def _check_scores(self) -> Self:
+    if self.wants_scores and self.stream:
+      raise ValueError('stream: is not supported with likeliest tokens: leave one of them out')
+    return self
+
 
 class TextBody(CompletionBody):
   """A request of /v1/completions."""
@@ -226,7 +245,26 @@ class TextBody(CompletionBody):
       pydantic.Field(max_length=MAX_PROMPTS),
       pydantic.BeforeValidator(_listed_prompts),
   ]
-  logprobs: int | None = pydantic.Field(None, ge=0, le=1)  # those of the chosen tokens
+  # The log-probs of the chosen tokens. From 2 on, and with `echo`, also so many likeliest ones.
+  logprobs: int | None = pydantic.Field(None, ge=0, le=sampler_lib.TOP)
+  echo: bool = False  # the answer begins with the prompt
+  max_tokens: Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)] | None = None  # 0: only echo
+
+  @property
+  def num_top(self) -> int:
+    return self.logprobs or 0 if self.echo or (self.logprobs or 0) > 1 else 0
+
+  @property
+  def wants_scores(self) -> bool:
+    return self.num_top > 0 or (self.echo and self.logprobs is not None)
+
+  @pydantic.model_validator(mode='after')
+  def _check_max_tokens(self) -> Self:
+    if self.max_tokens == 0 and not self.echo:
+      raise ValueError('max_tokens: is 0, which needs echo=true')
+    if self.echo and self.stream:
+      raise ValueError('echo: is not supported with stream')
+    return self
 
 
 class ChatBody(CompletionBody):
@@ -240,6 +278,11 @@ class ChatBody(CompletionBody):
   tool_choice: Literal['auto', 'none'] = 'auto'
   parallel_tool_calls: bool = False  # False: an answer ends with its first call
   logprobs: bool = False  # those of the chosen tokens
+  top_logprobs: int = pydantic.Field(0, ge=0, le=sampler_lib.TOP)
+
+  @property
+  def num_top(self) -> int:
+    return self.top_logprobs if self.logprobs else 0
 
   @property
   def conversation(self) -> list[dict[str, Any]]:
@@ -261,6 +304,7 @@ class TextWriter:
   def __init__(self, model: str, body: Any, answer: answers.Answer):
     self._body = body
     self._answer = answer
+    self._scores: list[sampler_lib.PromptScores] = []  # one per choice, where they are needed
     self._head = {
         'id': f'{self.prefix}-{uuid.uuid4().hex}',
         'object': self.chunk_kind if body.stream else self.kind,
@@ -272,6 +316,7 @@ class TextWriter:
     """Returns a whole answer, whose choices have one chunk each."""
     chunks = [chunk async for chunk in self._answer.chunks()]
     chunks.sort(key=lambda chunk: chunk.index)
+    self._scores = await self._answer.score()
     choices = list(map(self._choice, chunks))
     return self._head | {'choices': choices, 'usage': self._answer.usage()}
 
@@ -303,6 +348,8 @@ class TextWriter:
   def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
     """Returns the fields of the chunk's text."""
     fields: dict[str, Any] = {'text': chunk.text}
+    if self._body.echo:
+      fields['text'] = _decode(b''.join(self._prompt_pieces(chunk))) + chunk.text
     if self._body.return_token_ids and not self._body.stream:
       fields['prompt_token_ids'] = self._answer.prompts[chunk.index // self._body.n]
     return fields
@@ -311,12 +358,46 @@ class TextWriter:
     """Returns the log-probs of the chosen tokens; None unless they were requested."""
     if self._body.logprobs is None:
       return None
-    return {
+    fields: dict[str, Any] = {
         'tokens': list(map(_decode, chunk.pieces)),
         'token_logprobs': chunk.logp,
         'top_logprobs': None,
         'text_offset': chunk.starts,
     }
+    if not self._scores:
+      return fields
+    logp, tops = self._known_scores(chunk)
+    if self._body.echo:
+      pieces = self._prompt_pieces(chunk)
+      texts = list(map(_decode, pieces))
+      starts = [0, *itertools.accumulate(map(len, texts))]
+      fields['tokens'] = texts + fields['tokens']
+      fields['text_offset'] = starts[:-1] + [starts[-1] + start for start in chunk.starts]
+    num_shown = len(fields['tokens'])
+    fields['token_logprobs'] = logp[-num_shown:]
+    if self._body.num_top:
+      top_logprobs: list[Any] = []
+      for token, value, top in zip(fields['tokens'], logp[-num_shown:], tops[-num_shown:]):
+        # The likeliest one comes last, because tokens may have the same text.
+        likeliest = {entry['token']: entry['logprob'] for entry in reversed(top)}
+        top_logprobs.append(None if value is None else {token: value} | likeliest)
+      fields['top_logprobs'] = top_logprobs
+    return fields
+
+  def _prompt_pieces(self, chunk: answers.Chunk) -> list[bytes]:
+    choice = self._answer.choices[chunk.index]
+    return choice.text.bytes_of(choice.plan.ids)
+
+  def _known_scores(self, chunk: answers.Chunk) -> tuple[list[float | None], list[Any]]:
+    """Returns the log-prob and the likeliest tokens of each token of prompt and answer."""
+    scores = self._scores[chunk.index]
+    logp = [None, *scores.logp.tolist()]
+    tops: list[Any] = [[]]
+    text = self._answer.choices[chunk.index].text
+    num_top = self._body.num_top
+    for ids, values in zip(scores.top_ids[:, :num_top], scores.top_logp[:, :num_top].tolist()):
+      tops.append(list(map(_token_entry, text.bytes_of(ids), values)))
+    return logp, tops
 
 
 class ChatWriter(TextWriter):
@@ -358,16 +439,19 @@ class ChatWriter(TextWriter):
   def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
     if not self._body.logprobs:
       return None
-    return {'content': chosen_logprobs(chunk)}
+    entries = chosen_logprobs(chunk)
+    if self._scores:
+      logp, tops = self._known_scores(chunk)
+      num_prompt = len(logp) - len(entries)
+      for entry, value, top in zip(entries, logp[num_prompt:], tops[num_prompt:]):
+        entry |= {'logprob': value, 'top_logprobs': top}
+    return {'content': entries}
 
 
 def chosen_logprobs(chunk: answers.Chunk) -> list[dict[str, Any]]:
   """Returns the tokens of a chunk with their log-probs."""
-  entries = []
-  for piece, value in zip(chunk.pieces, chunk.logp):
-    entry = {'token': _decode(piece), 'logprob': value, 'bytes': list(piece), 'top_logprobs': []}
-    entries.append(entry)
-  return entries
+  entries = map(_token_entry, chunk.pieces, chunk.logp)
+  return [entry | {'top_logprobs': []} for entry in entries]
 
 
 def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
@@ -389,6 +473,10 @@ def _event(fields: dict[str, Any]) -> str:
 def _call(call: tool_calls.Call) -> dict[str, Any]:
   function = {'name': call.name, 'arguments': json.dumps(call.arguments, ensure_ascii=False)}
   return {'id': f'call_{uuid.uuid4().hex[:24]}', 'type': 'function', 'function': function}
+
+
+def _token_entry(piece: bytes, logp: float) -> dict[str, Any]:
+  return {'token': _decode(piece), 'logprob': logp, 'bytes': list(piece)}
 
 
 def _decode(piece: bytes) -> str:

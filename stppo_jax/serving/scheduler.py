@@ -76,7 +76,7 @@ class _ControlCall(NamedTuple):
 
   name: str
   arguments: list[Any]
-  done: futures.Future[None]
+  done: futures.Future[Any]
 
 
 class _Step(NamedTuple):
@@ -129,6 +129,7 @@ class Scheduler:
     self.counts = Counts()
     self.max_total = sampler.max_slots
     self.max_waiting = max_waiting
+    self.score_rows = sampler.prefill_rows
     self._sampler = sampler
     self._token_bytes = token_bytes
     self._eos_ids = frozenset(eos_ids)
@@ -215,7 +216,7 @@ class Scheduler:
     """Whether the weights can be replaced."""
     return self._load_params is not None
 
-  def control(self, name: str, *arguments: Any) -> futures.Future[None]:
+  def control(self, name: str, *arguments: Any) -> futures.Future[Any]:
     """Calls a method in the scheduler's thread, between two decode calls. Raises Busy.
 
     'pause' (drains)    no token is sampled until 'resume'; with `drains` requests that have a row
@@ -224,6 +225,7 @@ class Scheduler:
     'reload' (folder)   samples with the weights of a folder; UserError: they do not fit, Busy: the
                         folder is not there yet
     'forget' ()         computes all contexts again before the next token, as 'reload' does
+    'score' (ids)       returns the `sampler.PromptScores` of at most `score_rows` lists of ids
     """
     call = _ControlCall(name, list(arguments), futures.Future())
     with self._changed:
@@ -308,8 +310,8 @@ class Scheduler:
       self._cancel(requests[place])
     for call in step.calls:
       try:
-        getattr(self, f'_{call.name}')(*call.arguments)
-        call.done.set_result(None)
+        result = getattr(self, f'_{call.name}')(*call.arguments)
+        call.done.set_result(result)
       except (UserError, Busy) as error:
         call.done.set_exception(error)
       self._calls.remove(call)
@@ -329,6 +331,9 @@ class Scheduler:
   def _resume(self) -> None:
     self._admits = True
     self._decodes = True
+
+  def _score(self, ids: Sequence[Sequence[int]]) -> list[sampler_lib.PromptScores]:
+    return self._sampler.score(self._group.params, ids)
 
   def _reload(self, folder: str) -> None:
     assert self._load_params is not None

@@ -21,6 +21,8 @@ import numpy as np
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import scheduler as scheduler_lib
@@ -95,8 +97,14 @@ class Service:
     self._check(body, session)
     plans = await self._encode_in_thread(body, session)
     answer = self._make_answer(body, session, plans)
+    sampled = []
+    for index, choice in enumerate(answer.choices):
+      if choice.request.budget:
+        sampled.append(choice.request)
+      else:  # the client asks only for the log-probs of its prompt
+        answer.events.put_nowait((index, [], [], 'length'))
     try:
-      self.scheduler.submit([choice.request for choice in answer.choices])
+      self.scheduler.submit(sampled)
     except scheduler_lib.Busy:
       answer.close()
       raise
@@ -119,12 +127,37 @@ class Service:
       raise _invalid('ignore_eos', 'is not supported in a session')
     if session is not None and num_prompts > 1:
       raise _invalid('prompt', 'send one in a session')
+    self._check_scores(body, session)
     most = self.scheduler.max_waiting
     num_choices = body.n * num_prompts
     if num_choices > most:
       raise _invalid('n', f'{num_choices} answers (prompts times n): ask for at most {most}')
     if self._num_encoding >= most:
       raise scheduler_lib.QueueFull(f'busy: {self._num_encoding} requests are waiting; try again')
+
+  def _check_scores(self, body: Body, session: sessions.Session | None) -> None:
+    """Raises RequestError where log-probs beyond those of sampling would not be comparable."""
+    param = 'logprobs' if isinstance(body, api.TextBody) else 'top_logprobs'
+    if session is not None:
+      if isinstance(body, api.TextBody) and body.echo:
+        raise _invalid('echo', 'is not supported in a session')
+      if body.num_top > 1:
+        raise _invalid(param, 'ask for at most 1 in a session')
+    is_tempered = body.temperature not in (0, 1) or body.top_p < 1
+    if body.num_top and session is None and is_tempered and not self._plain_logp:
+      message = (
+          'likeliest tokens are those of the model: use temperature=1 and top_p=1, or start the '
+          'server with --config.serve.logprobs_mode=raw_logprobs'
+      )
+      raise _invalid(param, message)
+
+  async def _score(self, ids: list[list[int]]) -> list[sampler_lib.PromptScores]:
+    """Returns the log-probs of known tokens. Raises Busy."""
+    scores = []
+    for part in sampling.batched(ids, self.scheduler.score_rows):
+      done = self.scheduler.control('score', part)
+      scores += await asyncio.wrap_future(done)
+    return scores
 
   async def _encode_in_thread(
       self, body: Body, session: sessions.Session | None
@@ -174,10 +207,10 @@ class Service:
       self, body: Body, session: sessions.Session | None, plans: list[sessions.RequestPlan]
   ) -> answers.Answer:
     """Returns an answer whose requests are not submitted yet."""
-    sampling = sessions.Sampling(body.temperature, body.top_p, self.scheduler.max_total)
+    limits = sessions.Sampling(body.temperature, body.top_p, self.scheduler.max_total)
     owner = ''
     if session is not None:
-      sampling = session.sampling
+      limits = session.sampling
       owner = session.name
     form = None
     stops = list(body.stop)
@@ -189,13 +222,14 @@ class Service:
     choices = []
     for index, plan in enumerate(plans):
       room = self.scheduler.max_total - len(plan.ids)
+      most_tokens = room if body.most_tokens is None else body.most_tokens
       request = scheduler_lib.Request(
           ids=plan.ids,
-          budget=min(body.most_tokens or room, sampling.max_turn, room),
+          budget=min(most_tokens, limits.max_turn, room),
           key=plan.key,
           emit=_sender(events, index),
-          temperature=sampling.temperature,
-          top_p=sampling.top_p,
+          temperature=limits.temperature,
+          top_p=limits.top_p,
           stop=stops,
           ignore_eos=body.ignore_eos,
           plain_logp=self._plain_logp and session is None,
@@ -208,7 +242,8 @@ class Service:
           body.include_stop_str_in_output,
       )
       choices.append(answers.Choice(request, plan, text))
-    return answers.Answer(choices, body.n, body.stream, form, session, events)
+    scorer = self._score if session is None and body.wants_scores else None
+    return answers.Answer(choices, body.n, body.stream, form, session, events, scorer)
 
   def _make_key(self, seed: int | None, sample: int) -> np.ndarray:
     """Returns the random key of a choice: of its seed, or one that no other choice has.
