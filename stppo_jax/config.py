@@ -28,12 +28,15 @@ class DataSettings(Section):
   """Questions and passages."""
 
   source: str = setting(
-      'embedded', 'folder with qa.jsonl and corpus.jsonl, a .jsonl file, a Search-R1 .parquet '
-      'file, several of these separated by commas, or a function (split) -> list of Task. '
-      "'embedded': the environment's tasks, or else the questions of the package", plugin=True)
-  corpus: str = setting('', 'folder or .jsonl file of passages; empty: the same as `source`')
+      'embedded', 'folder with qa.jsonl and corpus.jsonl, a published set of questions (see '
+      'docs/data.md) as a file or a folder, several of these separated by commas, or a function '
+      "(split) -> list of Task. 'embedded': the environment's tasks, or else the questions of the "
+      'package', plugin=True)
+  corpus: str = setting(
+      '', 'folder or file of passages; empty: those of `source`, which may come with the questions')
   train_split: str = setting('train', 'the questions to train on')
-  eval_split: str = setting('dev', 'the questions to evaluate on')
+  eval_split: str = setting(
+      'dev', "the questions to evaluate on; 'dev' is also called validation, valid and val")
   datasets: tuple[str, ...] = setting(
       (), "names of the data sets to use; empty: all. An experiment's choice is dropped if the "
       'command sets another --config.data.source')

@@ -1,27 +1,27 @@
 """Questions and passages from files: rows in, Tasks and Passages out, and the order of training.
 
 A source is `embedded` (the knowledge set of the package), a folder with qa.jsonl and corpus.jsonl,
-or a file; several are separated by commas. A row that cannot be used is an error with its file,
-line and field.
+a file, or a folder of files; several are separated by commas. This module reads the columns of our
+own files, and public_formats.py those of published question sets. A row that cannot be used is an
+error with its file, line and column.
 """
 
 from collections.abc import Collection
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import re
 from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 import numpy as np
 
+from stppo_jax import row_files
 from stppo_jax import types
 
 EMBEDDED = pathlib.Path(__file__).parent / 'assets' / 'knowledge'
@@ -30,32 +30,70 @@ _DOWNLOAD = (
     ' `hf download --repo-type dataset PeterJinGo/nq_hotpotqa_train --local-dir=data` downloads '
     "Search-R1's train.parquet and test.parquet."
 )
-_PARQUET_COLUMNS = ('data_source', 'prompt', 'question', 'reward_model', 'extra_info')
+_OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'contents', 'text')
+_CORPUS = 'corpus'  # the stem of a folder's file of passages
+# A split in the name of a file: train-00000-of-00002.parquet, hotpot_dev_distractor_v1.json.
+_SPLIT_IN_NAME = re.compile(r'(?<![a-z])(train|dev|validation|valid|val|test)(?![a-z])')
+_OTHER_NAMES = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}
+
+
+class _Loaded(NamedTuple):
+  """What a row of a file of questions holds."""
+
+  row: row_files.FileRow
+  task: types.Task | None  # None: the row has no answer
+  passages: Sequence[types.Passage] = ()  # those that come with the question
+  reason: str = ''  # why there is no task
+  has_id: bool = True  # whether the file names the row
 
 
 def load_tasks(source: str, split: str) -> list[types.Task]:
-  """Loads the questions of a split: `embedded`, folders with qa.jsonl, .jsonl or .parquet files.
+  """Loads the questions of a split from `embedded`, folders and files.
 
-  Parquet files have Search-R1's columns. A row without a split of its own belongs to every split.
+  `validation`, `valid` and `val` are other names of the split `dev`. If the names of several files
+  say different splits, the rows of each file belong to its own. Any other row without a split
+  belongs to every split. Rows without an answer are left out, and counted in the log.
   """
+  paths = _question_paths(source)
+  split_by_path = _splits_of_names(paths)
   tasks: list[types.Task] = []
   seen: set[tuple[str, str]] = set()
-  paths = [_find(part, 'qa.jsonl') for part in _parts(source)]
+  unanswered: list[str] = []
+  num_rows = 0
   for path in paths:
-    is_parquet = path.suffix == '.parquet'
-    rows = _parquet_rows(path) if is_parquet else _json_rows(path)
-    for number, fields in rows:
-      with _explain(path, number):
-        task = _search_r1_task(fields, number) if is_parquet else _task(fields)
-        if is_parquet and (task.id, task.split) in seen:  # such rows have no id of their own
-          task = dataclasses.replace(task, id=f'{task.id}-{path.stem}-{number}')
+    seen_in_file: set[tuple[str, str]] = set()
+    for loaded in _questions(path):
+      num_rows += 1
+      task = loaded.task
+      if task is None:
+        unanswered.append(f'{path}:{loaded.row.number}: {loaded.reason}')
+        continue
+      if not task.split:
+        task = dataclasses.replace(task, split=split_by_path.get(path, ''))
+      key = (task.id, task.split)
+      if key in seen and not (loaded.has_id and key in seen_in_file):
+        task = dataclasses.replace(task, id=f'{task.id}-{path.stem}-{loaded.row.number}')
+      with row_files.explain(path, loaded.row.number):
         check_task(task, seen)
+      seen_in_file.add(key)
       tasks.append(task)
-  chosen = [task for task in tasks if task.split in (split, '')]
-  if not chosen:
-    known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
-    raise types.UserError(f'{source}: no question of split {split!r}; splits there: {known}.')
-  return chosen
+  if unanswered:
+    row_files.log_once(
+        f'{len(unanswered)} of {num_rows} rows have no answer and are left out: {unanswered[0]}'
+    )
+  chosen = [task for task in tasks if task.split == split or not task.split]
+  if not any(task.split for task in chosen):
+    asked = _OTHER_NAMES.get(split, split)
+    chosen = [task for task in tasks if _OTHER_NAMES.get(task.split, task.split) in (asked, '')]
+  if chosen:
+    return chosen
+  if not tasks and unanswered:
+    raise types.UserError(f'none of {num_rows} rows has an answer: {unanswered[0]}')
+  known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
+  raise types.UserError(
+      f'{source}: no question of split {split!r}; splits there: {known}. --config.data.train_split '
+      'and --config.data.eval_split name others'
+  )
 
 
 def check_types(task: types.Task) -> None:
@@ -103,22 +141,39 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
 
 
 def load_corpus(source: str) -> list[types.Passage]:
-  """Loads the passages: `embedded`, a folder with corpus.jsonl, or a .jsonl file.
+  """Loads the passages: `embedded`, folders with a file `corpus`, or files.
 
   Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of
-  several sources the folders count: the files hold questions.
+  several sources the folders with a corpus count: the others hold questions. Without such a folder,
+  the passages that come with the questions are the corpus, as those of HotpotQA.
   """
   parts = _parts(source)
-  folders = [part for part in parts if part == 'embedded' or os.path.isdir(part)]
-  paths = [_find(part, 'corpus.jsonl') for part in folders or parts]
+  paths = [path for path in map(_corpus_path, parts) if path is not None]
   passages: dict[str, types.Passage] = {}
-  for path in paths:
-    for number, fields in _json_rows(path):
-      with _explain(path, number):
-        passage = _passage(fields)
+  num_of_questions = 0
+  num_questions = 0
+  for path in paths or _question_paths(source):
+    for row, of_questions in _passage_rows(path):
+      if of_questions is not None:
+        num_questions += 1
+        num_of_questions += len(of_questions)
+        passages |= {passage.id: passage for passage in of_questions}
+        continue
+      with row_files.explain(path, row.number):
+        passage = _passage(row.fields)
         if passage.id in passages:
           raise ValueError(f"field 'id' is {passage.id!r} a second time: ids must be unique")
       passages[passage.id] = passage
+  if num_of_questions:
+    row_files.log_once(
+        f'searches find the {len(passages)} passages that come with the {num_questions} questions '
+        f'of {source}: --config.data.corpus names a larger corpus'
+    )
+  if not passages and num_questions:
+    raise types.UserError(
+        f'{source}: holds questions, and no passages come with them: set '
+        '--config.data.corpus=FOLDER or a file of passages, or --config.retriever.kind=http'
+    )
   if not passages:
     raise types.UserError(f'{source}: no passages; one JSON object per line is needed.')
   return list(passages.values())
@@ -186,25 +241,6 @@ class TaskStream:
     return {task.id: task for task in self._tasks}
 
 
-def _shown(value) -> str:
-  """Returns a value for a message; a long one in part."""
-  text = repr(value)
-  if len(text) <= 200:
-    return text
-  return f'{text[:200]}..'
-
-
-@contextlib.contextmanager
-def _explain(path: pathlib.Path, number: int) -> Iterator[None]:
-  """Gives an error about a row its place."""
-  try:
-    yield
-  except KeyError as error:
-    raise types.UserError(f'{path}:{number}: {error.args[0]!r} is missing') from error
-  except (ValueError, TypeError) as error:
-    raise types.UserError(f'{path}:{number}: {error}') from error
-
-
 def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
   """Returns a field of a row, of this type. ValueError: it has another, or is missing."""
   value = fields.get(name)
@@ -218,7 +254,7 @@ def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
   if not types.is_of(value, kind):
-    raise ValueError(f'field {name!r} is {_shown(value)}: must be {types.described(kind)}')
+    raise ValueError(f'field {name!r} is {row_files.shown(value)}: must be {types.described(kind)}')
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
@@ -235,64 +271,136 @@ def _parts(source: str) -> list[str]:
   return [part.strip() for part in parts]
 
 
-def _find(source: str, file_name: str) -> pathlib.Path:
-  path = EMBEDDED if source == 'embedded' else pathlib.Path(source).expanduser()
-  if path.is_dir():
-    path = path / file_name
+def _question_paths(source: str) -> list[pathlib.Path]:
+  """Returns the files with questions: a folder has qa.jsonl, or else its files count."""
+  paths: list[pathlib.Path] = []
+  for part in _parts(source):
+    path = _path(part)
+    own = path / 'qa.jsonl'
+    if not path.is_dir() or own.is_file():
+      paths.append(_checked(own if path.is_dir() else path))
+      continue
+    files = row_files.in_folder(path)
+    if not files:
+      _checked(own)
+    paths += files
+  return paths
+
+
+def _corpus_path(part: str) -> pathlib.Path | None:
+  """Returns the file of passages in a folder; None: it has none, or the part is a file."""
+  folder = _path(part)
+  if not folder.is_dir():
+    return None
+  files = [path for path in sorted(folder.glob(f'{_CORPUS}.*')) if row_files.has_known_suffix(path)]
+  if files:
+    return files[0]
+  if (folder / 'qa.jsonl').is_file() and part == 'embedded':
+    return _checked(folder / f'{_CORPUS}.jsonl')
+  return None
+
+
+def _path(part: str) -> pathlib.Path:
+  return EMBEDDED if part == 'embedded' else pathlib.Path(part).expanduser()
+
+
+def _checked(path: pathlib.Path) -> pathlib.Path:
+  """Returns the path of an existing file. UserError: there is none, or it has another format."""
   if not path.is_file():
     hint = _DOWNLOAD if path.suffix == '.parquet' else ''
     raise types.UserError(
-        f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.{hint}'
+        f'{path}: no such file; give "embedded", a folder with qa.jsonl and corpus.jsonl, or a '
+        f'file.{hint}'
     )
-  if file_name == 'qa.jsonl' and path.suffix not in ('.jsonl', '.parquet'):
-    raise types.UserError(f'{path}: a file of type .jsonl or .parquet is needed.')
-  if file_name == 'corpus.jsonl' and path.suffix != '.jsonl':
+  if not row_files.has_known_suffix(path):
     raise types.UserError(
-        f'{path}: a .parquet holds questions, and passages are needed: set '
-        '--config.data.corpus=FOLDER or a .jsonl file, or --config.retriever.kind=http'
+        f'{path}: a file of type {", ".join(row_files.SUFFIXES)} is needed, also with .gz.'
     )
   return path
 
 
-def _json_rows(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
-  """Yields the number and the fields of each row."""
-  with open(path, 'rb') as lines:
-    for number, line in enumerate(lines, start=1):
-      if not line.strip():
+def _splits_of_names(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
+  """Returns the splits that the names of several files say, if these differ."""
+  splits = {}
+  for path in paths:
+    names = {*_SPLIT_IN_NAME.findall(path.name.lower())}
+    if len(names) == 1:
+      splits[path] = names.pop()
+  if len({_OTHER_NAMES.get(name, name) for name in splits.values()}) < 2:
+    return {}
+  row_files.log_once(
+      'the names of the files say the splits of rows without one: '
+      + ', '.join(f'{path}: {name}' for path, name in splits.items())
+  )
+  return splits
+
+
+def _questions(path: pathlib.Path) -> Iterator[_Loaded]:
+  """Yields what each row of a file of questions holds."""
+  reader = None
+  for row in row_files.read(path, _columns(path)):
+    if _is_own(row.fields):
+      with row_files.explain(path, row.number):
+        has_id = 'id' in row.fields
+        task = _task(row.fields, f'{path.name.partition(".")[0]}-{row.number}')
+      yield _Loaded(row, task, has_id=has_id)
+      continue
+    if reader is None:
+      reader = _public_formats().Reader(path)
+    for question in reader.read(row):
+      yield _Loaded(row, *question)
+
+
+def _passage_rows(
+    path: pathlib.Path,
+) -> Iterator[tuple[row_files.FileRow, Sequence[types.Passage] | None]]:
+  """Yields the rows of a file, with the passages of those that are questions."""
+  reader = None
+  for row in row_files.read(path, _columns(path)):
+    is_passage = {'text', 'contents'} & row.fields.keys() and 'question' not in row.fields
+    if is_passage:
+      yield row, None
+    elif _is_own(row.fields):
+      yield row, ()
+    else:
+      if reader is None:
+        reader = _public_formats().Reader(path)
+      if not reader.is_question(row):
+        yield row, None
         continue
-      with _explain(path, number):
-        try:
-          fields = json.loads(line.decode('utf-8-sig'))
-        except (ValueError, RecursionError) as error:
-          raise ValueError(f'not JSON in UTF-8 ({error})') from error
-        if not isinstance(fields, dict):
-          raise ValueError('one JSON object per line is needed')
-      yield number, fields
+      for question in reader.read(row):
+        yield row, question.passages
 
 
-def _parquet_rows(path: pathlib.Path) -> Iterable[tuple[int, dict]]:
-  """Returns the number and the fields of each row."""
-  import pyarrow
-  from pyarrow import parquet
+def _columns(path: pathlib.Path) -> tuple[str, ...]:
+  """Returns the columns to read of a Parquet file, whose others may be large."""
+  if not path.name.endswith('.parquet'):
+    return ()
+  return (*_OWN_COLUMNS, *_public_formats().COLUMNS)
 
-  try:
-    file = parquet.ParquetFile(path)
-    present = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
-    rows = file.read(columns=present).to_pylist()
-  except (pyarrow.ArrowException, OSError) as error:
-    reason = str(error).splitlines()[0]
-    raise types.UserError(f'{path}: not a parquet file ({reason}).') from None
-  return enumerate(rows, start=1)
+
+def _public_formats() -> Any:
+  from stppo_jax import public_formats  # our own files need none of it
+
+  return public_formats
+
+
+def _is_own(fields: Mapping[str, Any]) -> bool:
+  """Returns whether a row has the columns of our own files."""
+  answers = fields.get('answers')
+  is_json = isinstance(answers, str) and answers.lstrip()[:1] in ('[', '{')  # a cell of a table
+  return answers is not None and not is_json and not isinstance(answers, dict)
 
 
 def _passage(fields: Mapping[str, Any]) -> types.Passage:
-  passage_id = str(_get(fields, 'id', str | int))
+  name = '_id' if '_id' in fields and 'id' not in fields else 'id'
+  passage_id = str(_get(fields, name, str | int))
   if 'contents' in fields and 'text' not in fields:
     return types.Passage(passage_id, *read_contents(_text(fields, 'contents')))
-  return types.Passage(passage_id, _text(fields, 'title'), _text(fields, 'text'))
+  return types.Passage(passage_id, _get(fields, 'title', str, ''), _text(fields, 'text'))
 
 
-def _task(fields: Mapping[str, Any]) -> types.Task:
+def _task(fields: Mapping[str, Any], default_id: str) -> types.Task:
   options = _get(fields, 'options', dict[str, str], {})
   letter = ''
   answers = None
@@ -305,7 +413,7 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
   steps = _get(fields, 'steps', list[dict[str, str]], [])
   gold = _get(fields, 'gold', list[str], [])
   return types.Task(
-      id=str(_get(fields, 'id', str | int)),
+      id=str(_get(fields, 'id', str | int, default_id)),
       question=_text(fields, 'question'),
       answers=tuple(answers),
       dataset=_get(fields, 'dataset', str, 'unnamed'),
@@ -316,54 +424,3 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
       letter=letter,
       steps=tuple((step['q'], step['a']) for step in steps),
   )
-
-
-def _search_r1_task(fields: Mapping[str, Any], number: int) -> types.Task:
-  """Makes a Task of Search-R1's columns; the question is a column or the end of the prompt."""
-  target = _get(fields, 'reward_model', dict).get('ground_truth')
-  if isinstance(target, dict):
-    target = target.get('target')
-  if isinstance(target, str):
-    target = [target]
-  if not target or not types.is_of(target, list[str]):
-    raise ValueError(
-        f"field 'reward_model' has ground_truth {_shown(target)}: a text or "
-        '{"target": [texts]} is needed'
-    )
-  extra = _get(fields, 'extra_info', dict, {})
-  dataset = _get(fields, 'data_source', str, 'unnamed')
-  split = extra.get('split') or ''
-  index = extra.get('index')
-  if index is None:
-    index = number - 1
-  return types.Task(
-      id=f'{dataset}-{split}-{index}',
-      question=_search_r1_question(fields),
-      answers=tuple(target),
-      dataset=dataset,
-      split=split,
-  )
-
-
-def _search_r1_question(fields: Mapping[str, Any]) -> str:
-  """Returns the question: a column, or the text after the prompt's last line 'Question:'.
-
-  Without such a line it is the text after the first 'Question:', because a question may hold the
-  word itself, or else the whole prompt.
-  """
-  if fields.get('question') is not None:
-    return _text(fields, 'question').strip()
-  messages = _get(fields, 'prompt', list[dict])
-  contents = [m.get('content') for m in messages if m.get('role') == 'user']
-  if not contents or not isinstance(contents[-1], str):
-    raise ValueError(f'field \'prompt\' is {_shown(messages)}: a text of role "user" is needed')
-  question = contents[-1]
-  lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
-  if lines:
-    question = question[lines[-1].end() :]
-  elif 'Question:' in question:
-    question = question.partition('Question:')[2]
-  question = question.strip()
-  if not question:
-    raise ValueError('field \'prompt\' has no question: a message of role "user" is needed')
-  return question

@@ -249,6 +249,10 @@ class WordsTest(absltest.TestCase):
     self.assertEndsWith(
         doc_pages.with_page('config.env.kind=7: no.'), 'no; see docs/environments.md'
     )
+    message = "config.rollout.demonstrations='x.jsonl', line 1: ids of another tokenizer"
+    self.assertEndsWith(doc_pages.with_page(message), 'see docs/demonstrations.md')
+    message = "hotpot.json:1: column 'answer' is True"
+    self.assertEndsWith(doc_pages.with_page(message), 'see docs/data.md')
     self.assertEqual(doc_pages.with_page('no such flag'), 'no such flag')
 
   @pytest.mark.slow

@@ -19,6 +19,8 @@ ORDER = (
     'config',
     'validation',
     'models',
+    'row_files',
+    'public_formats',
     'tasks',
     'tokenizer',
     'envs',
@@ -39,6 +41,8 @@ ORDER = (
 NOT_ALLOWED = {
     'config': 'plugins',
     'models': 'config plugins algorithms',
+    'row_files': 'config plugins algorithms models',
+    'public_formats': 'config plugins algorithms models',
     'tasks': 'config algorithms models',
     'tokenizer': 'config plugins algorithms models tasks',
     'envs': 'config algorithms models tokenizer',

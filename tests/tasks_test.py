@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 from scripts.knowledge import make
 from scripts.knowledge import sources
+from stppo_jax import public_formats
 from stppo_jax import tasks
 from stppo_jax import types
 
@@ -98,7 +99,6 @@ class LoadTasksTest(_FileTest):
       ({'answers': 'Peru'}, "field 'answers' is 'Peru': must be a list of str"),
       ({'answers': []}, "field 'answers' is empty: at least one text"),
       ({'answers': [1]}, r"field 'answers' is \[1\]: must be a list of str"),
-      ({'id': None}, "field 'id' is missing"),
       ({'hops': 'two'}, "field 'hops' is 'two': must be of type int"),
       ({'hops': True}, "field 'hops' is True"),
       ({'gold': 'p1'}, "field 'gold' is 'p1'"),
@@ -126,8 +126,8 @@ class LoadTasksTest(_FileTest):
       tasks.load_tasks(str(self.folder), 'train')
     with self.assertRaisesRegex(types.UserError, 'train.parquet: no such file;.* `hf download'):
       tasks.load_tasks('nowhere/train.parquet', 'train')
-    with self.assertRaisesRegex(types.UserError, '.jsonl or .parquet is needed'):
-      tasks.load_tasks(self.write('qa.csv', 'a,b'), 'train')
+    with self.assertRaisesRegex(types.UserError, 'of type .jsonl, .*.parquet, .* is needed'):
+      tasks.load_tasks(self.write('qa.xlsx', 'a,b'), 'train')
 
 
 @unittest.skipUnless(_installed('pyarrow'), 'pyarrow is not installed')
@@ -154,7 +154,7 @@ class ParquetTest(_FileTest):
 
   def test_a_prompt_may_have_other_fields(self):
     prompt = [{'role': 'user', 'content': 'Question: why?', 'name': None}]
-    self.assertEqual(tasks._search_r1_question({'prompt': prompt}), 'why?')
+    self.assertEqual(public_formats.question_of_prompt(prompt), 'why?')
 
   def test_search_r1_columns(self):
     path = self.write_parquet(self.row(), self.row(extra_info={'split': 'test', 'index': 8}))
@@ -189,7 +189,7 @@ class ParquetTest(_FileTest):
   )
   def test_malformed_row(self, change, field):
     path = self.write_parquet(self.row(**change))
-    with self.assertRaisesRegex(types.UserError, rf"train.parquet:1: field '{field}'"):
+    with self.assertRaisesRegex(types.UserError, rf"train.parquet:1: column '{field}'"):
       tasks.load_tasks(path, 'train')
 
   def test_a_file_that_is_not_parquet(self):

@@ -4,6 +4,8 @@ import re
 
 # (pattern of a message, page). The first pattern that matches counts.
 PAGES = (
+    (r'rollout\.demonstrat', 'demonstrations'),
+    (r'\.(json|jsonl|ndjson|csv|tsv|parquet)(\.gz)?:\d+: ', 'data'),
     (r'--topology|--coordinator|--distributed|config\.(mesh|placement|rollout\.mesh)', 'scaling'),
     (r'belongs to a run|since the run began|checkpoint|--trust_workdir', 'checkpoints'),
     (r'--input|rollout\.replay|eval\.folder', 'episodes'),

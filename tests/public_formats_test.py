@@ -1,0 +1,675 @@
+"""Tests of stppo_jax.public_formats and row_files: question sets in their published columns.
+
+The columns are those of the authors' files and of the hub. The rows are short.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import pyarrow
+from pyarrow import parquet
+
+from stppo_jax import public_formats
+from stppo_jax import row_files
+from stppo_jax import tasks
+from stppo_jax import types
+
+_HOTPOT = {
+    '_id': '5a7a',
+    'answer': 'yes',
+    'question': 'Are both American?',
+    'supporting_facts': [['Scott', 0], ['Ed', 0]],
+    'context': [
+        ['Scott', ['Scott is an American director.', ' He was born in 1966.']],
+        ['Ed', ['Ed was an American filmmaker.']],
+        ['Tyler', ['Tyler is a city.']],
+    ],
+    'type': 'comparison',
+    'level': 'hard',
+}
+_2WIKI = {
+    **_HOTPOT,
+    'context': {
+        'title': ['Scott', 'Ed'],
+        'content': [['Scott is an American director.'], ['Ed was one.']],
+    },
+    'supporting_facts': {'title': ['Scott', 'Ed'], 'sent_id': [0, 0]},
+    'evidences': {'fact': ['Scott'], 'relation': ['country'], 'entity': ['US']},
+}
+_2WIKI_TEXTS = {  # a copy on the hub writes nested columns as JSON
+    **_2WIKI,
+    'context': json.dumps(_HOTPOT['context']),
+    'supporting_facts': json.dumps(_HOTPOT['supporting_facts']),
+}
+_MUSIQUE = {
+    'id': '2hop__1_2',
+    'paragraphs': [
+        {'idx': 0, 'title': 'Green', 'paragraph_text': 'An album.', 'is_supporting': False},
+        {'idx': 1, 'title': 'Steve', 'paragraph_text': 'His spouse.', 'is_supporting': True},
+    ],
+    'question': 'Who is the spouse of the performer?',
+    'question_decomposition': [
+        {'id': 1, 'question': 'Green >> performer', 'answer': 'Steve', 'paragraph_support_idx': 0},
+        {'id': 2, 'question': '#1 >> spouse', 'answer': 'Miquette', 'paragraph_support_idx': 1},
+    ],
+    'answer': 'Miquette',
+    'answer_aliases': ['M. Giraudy'],
+    'answerable': True,
+}
+_TRIVIA = {
+    'question': 'Which Lloyd Webber musical?',
+    'question_id': 'tc_33',
+    'question_source': 'http://x',
+    'entity_pages': {'title': ['Andrew'], 'wiki_context': ['long']},
+    'answer': {
+        'value': 'Sunset Boulevard',
+        'aliases': ['Sunset Blvd', 'Sunset Boulevard'],
+        'normalized_aliases': ['sunset blvd', 'sunset boulevard'],
+        'type': 'WikipediaEntity',
+    },
+}
+_TRIVIA_OWN = {
+    'Data': [
+        {
+            'Answer': {
+                'Value': 'Sunset Boulevard',
+                'Aliases': ['Sunset Blvd'],
+                'NormalizedAliases': ['sunset blvd'],
+                'NormalizedValue': 'sunset boulevard',
+            },
+            'Question': 'Which Lloyd Webber musical?',
+            'QuestionId': 'tc_33',
+        }
+    ],
+    'Domain': 'Web',
+    'Version': 1.0,
+}
+_SQUAD = {
+    'id': '57',
+    'title': 'Lima',
+    'context': 'Lima is in Peru.',
+    'question': 'Where is Lima?',
+    'answers': {'text': ['Peru', 'in Peru', 'Peru'], 'answer_start': [11, 8, 11]},
+}
+_SQUAD_OWN = {
+    'version': 'v2.0',
+    'data': [
+        {
+            'title': 'Lima',
+            'paragraphs': [
+                {
+                    'context': 'Lima is in Peru.',
+                    'qas': [
+                        {
+                            'id': '57',
+                            'question': 'Where is Lima?',
+                            'answers': [{'text': 'Peru', 'answer_start': 11}],
+                            'is_impossible': False,
+                        },
+                        {
+                            'id': '58',
+                            'question': 'Who is it?',
+                            'answers': [],
+                            'plausible_answers': [{'text': 'Peru', 'answer_start': 11}],
+                            'is_impossible': True,
+                        },
+                    ],
+                }
+            ],
+        }
+    ],
+}
+_MEDQA = {
+    'question': 'A 23-year-old woman. Which drug?',
+    'answer': 'Nitrofurantoin',
+    'options': {'A': 'Ampicillin', 'B': 'Ceftriaxone', 'C': 'Nitrofurantoin'},
+    'meta_info': 'step2&3',
+    'answer_idx': 'C',
+}
+_MEDQA_PAIRS = {
+    **_MEDQA,
+    'options': [{'key': key, 'value': text} for key, text in _MEDQA['options'].items()],
+}
+_MEDMCQA = {
+    'id': '4e1715fe',
+    'question': 'Which term?',
+    'opa': 'Leukemoid reaction',
+    'opb': 'Leukopenia',
+    'opc': 'Metaplasia',
+    'opd': 'Neutrophilia',
+    'cop': 1,
+    'choice_type': 'single',
+    'exp': None,
+}
+_PUBMED = {
+    'pubid': 21645374,
+    'question': 'Do mitochondria play a role?',
+    'context': {'contexts': ['Cell death.', 'Lace plants.'], 'labels': ['B', 'R'], 'meshes': []},
+    'long_answer': 'They do.',
+    'final_decision': 'yes',
+}
+_PUBMED_OWN = {
+    '21645374': {
+        'QUESTION': 'Do mitochondria play a role?',
+        'CONTEXTS': ['Cell death.', 'Lace plants.'],
+        'LABELS': ['B', 'R'],
+        'YEAR': '2011',
+        'final_decision': 'yes',
+    }
+}
+_VERL = {
+    'data_source': 'openai/gsm8k',
+    'prompt': [{'role': 'user', 'content': 'How many? Think, and answer after "####".'}],
+    'ability': 'math',
+    'reward_model': {'style': 'rule', 'ground_truth': '72'},
+    'extra_info': {
+        'split': 'train',
+        'index': 0,
+        'answer': 'She sold 48 + 24 = 72.\n#### 72',
+        'question': 'How many?',
+    },
+}
+_OPTIONS_OF_DECISION = (('A', 'yes'), ('B', 'no'), ('C', 'maybe'))
+
+
+def _truth(ground_truth):
+  return {**_VERL, 'reward_model': {'style': 'rule', 'ground_truth': ground_truth}}
+
+
+class _FileTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    row_files.log_once.cache_clear()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def write(self, name, content):
+    """Writes rows as lines, another JSON value as a whole, and bytes and texts as they are."""
+    path = self.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith('.parquet'):
+      parquet.write_table(pyarrow.Table.from_pylist(content), path)
+      return str(path)
+    if isinstance(content, list) and name.endswith(('.jsonl', '.jsonl.gz')):
+      content = '\n'.join(map(json.dumps, content)) + '\n'
+    if not isinstance(content, (str, bytes)):
+      content = json.dumps(content, indent=1)
+    if isinstance(content, str):
+      content = content.encode()
+    if name.endswith('.gz'):
+      content = gzip.compress(content)
+    path.write_bytes(content)
+    return str(path)
+
+  def load(self, name, content, split='train'):
+    return tasks.load_tasks(self.write(name, content), split)
+
+  def one(self, row, name='qa.jsonl'):
+    (task,) = self.load(name, [row])
+    return task
+
+
+class FormatsTest(_FileTest):
+  """One test per published layout: id, question, answers, and what else the layout holds."""
+
+  @parameterized.named_parameters(
+      (
+          'flashrag',
+          'a.jsonl',
+          [
+              {
+                  'id': 'test_0',
+                  'question': 'Who?',
+                  'golden_answers': ['Ann', 'A. Bell'],
+                  'metadata': {},
+              }
+          ],
+          ('test_0', 'Who?', ('Ann', 'A. Bell')),
+      ),
+      (
+          'flashrag_parquet',
+          'a.parquet',
+          [{'id': 'train_0', 'question': 'Who?', 'golden_answers': ['Ann'], 'data_source': 'nq'}],
+          ('train_0', 'Who?', ('Ann',)),
+      ),
+      (
+          'nq_open',
+          'NQ-open.train.jsonl',
+          [{'question': 'who', 'answer': ['14', '15']}],
+          ('NQ-open-1', 'who', ('14', '15')),
+      ),
+      ('nq_text', 'nq.jsonl', [{'question': 'who', 'answer': 'Ann'}], ('nq-1', 'who', ('Ann',))),
+      ('hotpotqa', 'h.json', [_HOTPOT], ('5a7a', 'Are both American?', ('yes',))),
+      ('2wiki_hub', 'w.parquet', [_2WIKI], ('5a7a', 'Are both American?', ('yes',))),
+      ('2wiki_texts', 'w.parquet', [_2WIKI_TEXTS], ('5a7a', 'Are both American?', ('yes',))),
+      (
+          'musique',
+          'm.jsonl',
+          [_MUSIQUE],
+          ('2hop__1_2', 'Who is the spouse of the performer?', ('Miquette', 'M. Giraudy')),
+      ),
+      (
+          'triviaqa_hub',
+          't.parquet',
+          [_TRIVIA],
+          ('tc_33', 'Which Lloyd Webber musical?', ('Sunset Boulevard', 'Sunset Blvd')),
+      ),
+      (
+          'triviaqa',
+          't.json',
+          _TRIVIA_OWN,
+          ('tc_33', 'Which Lloyd Webber musical?', ('Sunset Boulevard', 'Sunset Blvd')),
+      ),
+      ('squad_hub', 's.parquet', [_SQUAD], ('57', 'Where is Lima?', ('Peru', 'in Peru'))),
+      ('squad', 's.json', _SQUAD_OWN, ('57', 'Where is Lima?', ('Peru',))),
+      (
+          'popqa',
+          'popQA.tsv',
+          'id\tquestion\tpossible_answers\r\n42\tWhat?\t"[""politician"", ""po l""]"\r\n',
+          ('42', 'What?', ('politician', 'po l')),
+      ),
+      (
+          'popqa_hub',
+          'p.parquet',
+          [{'id': 42, 'question': 'What?', 'possible_answers': '["politician"]', 'obj': 'x'}],
+          ('42', 'What?', ('politician',)),
+      ),
+      (
+          'bamboogle',
+          'b.csv',
+          'Question,Answer\n"Who, then?",Ann Bell\n',
+          ('b-2', 'Who, then?', ('Ann Bell',)),
+      ),
+      (
+          'gsm8k',
+          'g.jsonl',
+          [{'question': 'How many?', 'answer': 'So\n1 + 1 = 2\n#### 1,072'}],
+          ('g-1', 'How many?', ('1072',)),
+      ),
+      ('verl_text', 'v.parquet', [_VERL], ('openai/gsm8k-train-0', 'How many?', ('72',))),
+      ('verl_number', 'v.parquet', [_truth(72)], ('openai/gsm8k-train-0', 'How many?', ('72',))),
+      ('verl_real', 'v.parquet', [_truth(0.5)], ('openai/gsm8k-train-0', 'How many?', ('0.5',))),
+      ('verl_whole', 'v.parquet', [_truth(72.0)], ('openai/gsm8k-train-0', 'How many?', ('72',))),
+      (
+          'verl_list',
+          'v.parquet',
+          [_truth(['a', 'b'])],
+          ('openai/gsm8k-train-0', 'How many?', ('a', 'b')),
+      ),
+      (
+          'verl_target',
+          'v.parquet',
+          [_truth({'target': ['a']})],
+          ('openai/gsm8k-train-0', 'How many?', ('a',)),
+      ),
+      (
+          'verl_json_text',
+          'v.parquet',
+          [_truth('{"target": ["a"]}')],
+          ('openai/gsm8k-train-0', 'How many?', ('a',)),
+      ),
+      (
+          'verl_interval',
+          'v.parquet',
+          [_truth('[1, 2]')],
+          ('openai/gsm8k-train-0', 'How many?', ('[1, 2]',)),
+      ),
+      ('verl_lines', 'v.jsonl', [_VERL], ('openai/gsm8k-train-0', 'How many?', ('72',))),
+      (
+          'rllm',
+          'r.jsonl',
+          [{'question': 'Who?', 'ground_truth': '{"target": ["a"]}', 'data_source': 'nq'}],
+          ('r-1', 'Who?', ('a',)),
+      ),
+      (
+          'rllm_list',
+          'r.jsonl',
+          [{'question': 'Who?', 'ground_truth': '["a", "b"]'}],
+          ('r-1', 'Who?', ('a', 'b')),
+      ),
+      (
+          'rllm_verl',
+          'r.parquet',
+          [
+              {
+                  'prompt': [{'role': 'user', 'content': 'placeholder'}],
+                  'reward_model': {'style': 'rule', 'ground_truth': None},
+                  'extra_info': {'question': 'Who?', 'ground_truth': 'a', 'index': 3},
+              }
+          ],
+          ('unnamed--3', 'Who?', ('a',)),
+      ),
+  )
+  def test_question_and_answers(self, name, content, expected):
+    (task,) = self.load(name, content)
+    self.assertEqual((task.id, task.question, task.answers), expected)
+    self.assertEqual(task.options, ())
+
+  @parameterized.named_parameters(
+      ('medqa', 'm.jsonl', _MEDQA, 'C', 'Nitrofurantoin'),
+      ('medqa_pairs', 'm.jsonl', _MEDQA_PAIRS, 'C', 'Nitrofurantoin'),
+      (
+          'medqa_list',
+          'm.jsonl',
+          {**_MEDQA, 'options': ['a', 'b', 'Nitrofurantoin']},
+          'C',
+          'Nitrofurantoin',
+      ),
+      ('medqa_without_letter', 'm.jsonl', {**_MEDQA, 'answer_idx': None}, 'C', 'Nitrofurantoin'),
+      ('medqa_lower', 'm.jsonl', {**_MEDQA, 'answer_idx': 'c'}, 'C', 'Nitrofurantoin'),
+      ('medqa_number', 'm.parquet', {**_MEDQA, 'answer_idx': 2}, 'C', 'Nitrofurantoin'),
+      (
+          'five_columns_of_four',
+          'm.parquet',
+          {**_MEDQA, 'options': {**_MEDQA['options'], 'E': None}},
+          'C',
+          'Nitrofurantoin',
+      ),
+      ('medmcqa', 'm.json', _MEDMCQA, 'A', 'Leukemoid reaction'),
+      ('medmcqa_hub', 'm.parquet', {**_MEDMCQA, 'cop': 1}, 'B', 'Leukopenia'),
+      ('medmcqa_hub_as_lines', 'm.jsonl', {**_MEDMCQA, 'cop': 0}, 'A', 'Leukemoid reaction'),
+      ('medmcqa_last', 'm.parquet', {**_MEDMCQA, 'cop': 4}, 'D', 'Neutrophilia'),
+      (
+          'medmcqa_index',
+          'm.jsonl',
+          {**_MEDMCQA, 'cop': None, 'answer_idx': 'opb'},
+          'B',
+          'Leukopenia',
+      ),
+      ('mmlu', 'm.parquet', {'question': 'q', 'choices': ['0', '4', '2'], 'answer': 1}, 'B', '4'),
+      (
+          'arc',
+          'm.parquet',
+          {
+              'id': 'a',
+              'question': 'q',
+              'choices': {'text': ['x', 'y'], 'label': ['1', '2']},
+              'answerKey': '2',
+          },
+          '2',
+          'y',
+      ),
+      (
+          'flashrag_choice',
+          'm.jsonl',
+          {'id': 'a', 'question': 'q', 'choices': ['x', 'y'], 'golden_answers': ['B']},
+          'B',
+          'y',
+      ),
+      ('pubmedqa', 'p.parquet', _PUBMED, 'A', 'yes'),
+  )
+  def test_multiple_choice(self, name, row, letter, text):
+    (task,) = self.load(name, [row])
+    self.assertEqual((task.letter, task.answers), (letter, (text,)))
+    self.assertEqual(dict(task.options)[letter], text)
+    self.assertNotIn(None, dict(task.options).values())
+
+  def test_pubmedqa_of_its_authors(self):
+    (task,) = self.load('ori_pqal.json', _PUBMED_OWN)
+    self.assertEqual((task.id, task.options), ('21645374', _OPTIONS_OF_DECISION))
+    passages = tasks.load_corpus(str(self.folder / 'ori_pqal.json'))
+    self.assertEqual([p.text for p in passages], ['Cell death.', 'Lace plants.'])
+
+  def test_sets_in_one_object(self):
+    """MIRAGE: {set: {id: row}}."""
+    row = {'question': 'q', 'options': {'A': 'x', 'B': 'y'}, 'answer': 'B'}
+    found = self.load('benchmark.json', {'medqa': {'0': row}, 'bioasq': {'0': row}})
+    self.assertEqual(
+        [(t.id, t.dataset) for t in found], [('medqa-0', 'medqa'), ('bioasq-0', 'bioasq')]
+    )
+
+  def test_multi_hop_columns(self):
+    """HotpotQA and MuSiQue know the passages with the answer, MuSiQue the sub-questions."""
+    hotpot = self.one(_HOTPOT)
+    self.assertEqual((hotpot.hops, len(hotpot.gold)), (2, 2))
+    musique = self.one(_MUSIQUE)
+    self.assertEqual(musique.steps, (('Green >> performer', 'Steve'), ('#1 >> spouse', 'Miquette')))
+    passages = {p.id: p for p in tasks.load_corpus(str(self.folder / 'qa.jsonl'))}
+    self.assertEqual([passages[i].title for i in musique.gold], ['Steve'])
+
+  def test_cop_counts_from_the_number_that_the_column_shows(self):
+    rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (1, 0, 3)]
+    self.assertEqual([t.letter for t in self.load('m.jsonl', rows)], ['B', 'A', 'D'])
+    rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (1, 4)]
+    self.assertEqual([t.letter for t in self.load('m.parquet', rows)], ['A', 'D'])
+    rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (0, 4)]
+    with self.assertRaisesRegex(types.UserError, "m.json: column 'cop' has 0 and 4"):
+      self.load('m.json', rows)
+
+
+class PassagesTest(_FileTest):
+
+  def test_passages_come_with_the_questions(self):
+    path = self.write('h.json', [_HOTPOT, {**_HOTPOT, '_id': 'b', 'answer': None}])
+    with self.assertLogs('absl', 'INFO') as logs:
+      passages = tasks.load_corpus(path)
+    self.assertEqual([p.title for p in passages], ['Scott', 'Ed', 'Tyler'])
+    self.assertEqual(passages[0].text, 'Scott is an American director. He was born in 1966.')
+    self.assertRegex(logs.output[0], 'the 3 passages that come with the 2 questions of .*h.json')
+
+  @parameterized.parameters(
+      ('w.parquet', _2WIKI, 2),
+      ('w.parquet', _2WIKI_TEXTS, 3),
+      ('m.jsonl', _MUSIQUE, 2),
+      ('s.parquet', _SQUAD, 1),
+      ('p.parquet', _PUBMED, 2),
+      (
+          'f.jsonl',
+          {
+              'id': '1',
+              'question': 'q',
+              'golden_answers': ['a'],
+              'metadata': {'context': _2WIKI['context']},
+          },
+          2,
+      ),
+  )
+  def test_gold_passages_are_in_the_corpus(self, name, row, number):
+    path = self.write(name, [row])
+    known = {p.id for p in tasks.load_corpus(path)}
+    self.assertLen(known, number)
+    self.assertTrue(known.issuperset(tasks.load_tasks(path, 'train')[0].gold))
+
+  def test_a_corpus_in_the_folder_counts(self):
+    self.write('hotpot.json', [_HOTPOT])
+    self.write('corpus.jsonl', [{'id': 1, 'contents': 'One text.'}])
+    self.assertEqual([p.text for p in tasks.load_corpus(str(self.folder))], ['One text.'])
+    self.assertEqual([t.id for t in tasks.load_tasks(str(self.folder), 'train')], ['5a7a'])
+
+  @parameterized.parameters(
+      ('psgs.tsv', 'id\ttext\ttitle\n1\t"Lima, in Peru."\tLima\n'),
+      ('corpus.jsonl.gz', [{'_id': '1', 'title': 'Lima', 'text': 'Lima, in Peru.'}]),
+      ('c.parquet', [{'id': 1, 'title': 'Lima', 'text': 'Lima, in Peru.'}]),
+      ('c.json', [{'id': 1, 'contents': '"Lima"\nLima, in Peru.'}]),
+  )
+  def test_corpora_of_other_types(self, name, content):
+    passages = tasks.load_corpus(self.write(name, content))
+    self.assertEqual(passages, [types.Passage('1', 'Lima', 'Lima, in Peru.')])
+
+  def test_questions_without_passages_need_a_corpus(self):
+    path = self.write('nq.jsonl', [{'question': 'q', 'answer': ['a']}])
+    with self.assertRaisesRegex(types.UserError, 'no passages come with them: set --config.data'):
+      tasks.load_corpus(path)
+
+
+class FilesTest(_FileTest):
+
+  @parameterized.parameters(
+      ('qa.jsonl', b'\xef\xbb\xbf{"question": "q", "answer": "a"}\r\n\r\n'),
+      ('qa.json', b'\xef\xbb\xbf\n  [{"question": "q", "answer": "a"}]\r\n'),
+      ('qa.json', b'{"question": "q",\n "answer": "a"}'),
+      ('qa.json', b'{"question": "q", "answer": "a"}\n'),
+      ('qa.jsonl', b'[{"question": "q", "answer": "a"}]'),
+      ('qa.jsonl.gz', b'{"question": "q", "answer": "a"}'),
+      ('qa.ndjson', b'{"question": "q", "answer": "a"}'),
+      ('qa.json', b'{"rows": [{"question": "q", "answer": "a"}], "num": 1}'),
+      ('qa.csv', b'\xef\xbb\xbfquestion,answer\r\nq,a\r\n'),
+      ('qa.tsv.gz', b'question\tanswer\nq\ta\n'),
+      ('QA.CSV', b'question,answer\nq,"[""a""]"\n'),
+      ('qa.csv', b'question,answer\nq,"[\'a\']"\n'),
+      ('qa.csv', b'question,answer,reward_model\nq,a,\n'),
+      ('qa.csv', b'question,answers\nq,"[""a""]"\n'),
+  )
+  def test_one_question(self, name, content):
+    (task,) = self.load(name, content)
+    self.assertEqual((task.question, task.answers), ('q', ('a',)))
+
+  def test_lines_of_a_json_file(self):
+    rows = [{'question': str(i), 'answer': 'a'} for i in range(3)]
+    self.assertLen(self.load('qa.json', '\n'.join(map(json.dumps, rows))), 3)
+
+  def test_null_columns_and_nan(self):
+    rows = [
+        {'id': 'a', 'question': 'q', 'golden_answers': ['x', None], 'answer': None, 'split': None},
+        {'id': None, 'question': 'q', 'golden_answers': None, 'answer': 'y', 'split': 'train'},
+    ]
+    for row in rows:
+      row['answers'] = None
+    found = self.load('qa.parquet', rows)
+    self.assertEqual([t.answers for t in found], [('x',), ('y',)])
+    self.assertEqual([t.id for t in found], ['a', 'qa-2'])
+    (task,) = self.load('qa.jsonl', '{"question": "q", "answer": NaN, "golden_answers": ["z"]}')
+    self.assertEqual(task.answers, ('z',))
+
+  def test_rows_without_an_answer_are_left_out_and_counted(self):
+    rows = [
+        _MUSIQUE,
+        {**_MUSIQUE, 'answerable': False},  # the same id, as in musique_full
+        {**_MUSIQUE, 'id': 'c', 'answer': '', 'answer_aliases': []},
+        {'id': 'd', 'question': 'q'},
+    ]
+    with self.assertLogs('absl', 'INFO') as logs:
+      found = self.load('m.jsonl', rows)
+    self.assertEqual([t.id for t in found], ['2hop__1_2'])
+    self.assertRegex(logs.output[0], "3 of 4 rows have no answer .*m.jsonl:2: column 'answerable'")
+
+  @parameterized.parameters(
+      ([{**_MEDMCQA, 'cop': -1}], "column 'cop' is -1"),
+      (
+          [{'_id': 'a', 'question': 'q', 'context': []}],
+          'no answer in the columns _id, question, context',
+      ),
+      ([{'id': 'a', 'question': 'q', 'golden_answers': ['', ' ']}], "column 'golden_answers'"),
+      ([{'id': 'a', 'question': 'q', 'golden_answers': []}], "column 'golden_answers'"),
+      ([{**_SQUAD, 'answers': {'text': [], 'answer_start': []}}], "column 'answers'"),
+      ([{**_PUBMED, 'final_decision': None}], "column 'final_decision'"),
+  )
+  def test_no_row_with_an_answer_is_an_error(self, rows, reason):
+    with self.assertRaisesRegex(
+        types.UserError, f'none of 1 rows has an answer: .*json:1: {reason}'
+    ):
+      self.load('qa.json', rows)
+
+  @parameterized.named_parameters(
+      ('no_question', {'id': 1, 'body': 'q', 'answer': 'a'}, 'no question in the columns id, body'),
+      ('list', {'question': ['q'], 'answer': 'a'}, r"column 'question' is \['q'\]"),
+      ('empty', {'question': ' ', 'answer': 'a'}, "column 'question' is empty"),
+      ('bool', {'question': 'q', 'answer': True}, "column 'answer' is True"),
+      ('dict', {'question': 'q', 'answer': {'x': 'a'}}, "column 'answer' has the keys x"),
+      (
+          'code',
+          {'question': 'q', 'ground_truth': '{"inputs": [], "outputs": []}'},
+          "column 'ground_truth' has the keys inputs, outputs",
+      ),
+      (
+          'numpy',
+          {'question': 'q', 'golden_answers': "['a' 'b']"},
+          "column 'golden_answers': .* NumPy's",
+      ),
+      ('id', {'_id': ['x'], 'question': 'q', 'answer': 'a'}, "column '_id' is"),
+      ('letter', {**_MEDQA, 'answer_idx': 'F'}, "column 'answer_idx' is 'F'"),
+      ('two_letters', {**_MEDQA, 'answer': 'Ampicillin'}, "columns 'answer_idx' and 'answer' name"),
+      ('text', {**_MEDQA, 'answer_idx': None, 'answer': 'Water'}, "column 'answer' is 'Water'"),
+      ('cop', {**_MEDMCQA, 'cop': 9}, "column 'cop' is 9"),
+      ('cop_text', {**_MEDMCQA, 'cop': 'first'}, "column 'cop' is 'first'"),
+      ('context', {**_HOTPOT, 'context': [['a', 'b', 'c']]}, "column 'context' has"),
+      ('decision', {**_PUBMED, 'final_decision': 'perhaps'}, "column 'final_decision' is"),
+      ('images', {**_VERL, 'images': [{'path': 'x.png'}]}, "column 'images' holds images"),
+      ('split', {'question': 'q', 'answer': 'a', 'split': 3}, "column 'split' is 3"),
+  )
+  def test_a_refusal_names_their_column(self, row, complaint):
+    with self.assertRaisesRegex(types.UserError, f'qa.json:1: {complaint}'):
+      self.load('qa.json', [row])
+
+  @parameterized.parameters(
+      ('qa.json', {'question': {'0': 'q'}, 'answer': {'0': 'a'}}, "'question' holds the values"),
+      ('qa.csv', 'question,answer\nq,a,b\n', 'more cells'),
+      ('qa.csv', b'question,answer\n\xff\xfe,a\n', 'not a table in UTF-8'),
+      ('qa.json', [['q', 'a']], 'an object is needed'),
+      ('qa.json', '[{"question": "q"}', 'not JSON in UTF-8'),
+  )
+  def test_a_file_that_is_no_table_of_rows(self, name, content, complaint):
+    with self.assertRaisesRegex(types.UserError, f'{name}:[12]: .*{complaint}'):
+      self.load(name, content)
+
+  def test_a_gzip_file_that_is_cut(self):
+    path = self.write('qa.jsonl.gz', [{'question': 'q' * 999, 'answer': 'a'}])
+    os.truncate(path, 30)
+    with self.assertRaisesRegex(types.UserError, 'not a whole gzip file'):
+      tasks.load_tasks(path, 'train')
+
+  def test_an_id_twice_in_a_file_is_refused(self):
+    with self.assertRaisesRegex(types.UserError, "h.json:2: field 'id' is '5a7a' a second time"):
+      self.load('h.json', [_HOTPOT, _HOTPOT])
+
+  def test_two_files_may_have_the_same_ids(self):
+    """FlashRAG calls the first row of each set `dev_0`."""
+    row = {'id': 'dev_0', 'question': 'q', 'golden_answers': ['a']}
+    paths = [self.write(f'{name}/dev.jsonl', [row]) for name in ('nq', 'popqa')]
+    ids = [task.id for task in tasks.load_tasks(','.join(paths), 'dev')]
+    self.assertEqual(ids, ['dev_0', 'dev_0-dev-1'])
+
+
+class SplitsTest(_FileTest):
+
+  def rows(self, *splits):
+    return [{'question': f'q{i}', 'answer': 'a', 'split': s} for i, s in enumerate(splits)]
+
+  def test_splits_of_one_file(self):
+    path = self.write('qa.jsonl', self.rows('train', 'validation', 'test'))
+    self.assertEqual([t.question for t in tasks.load_tasks(path, 'train')], ['q0'])
+    self.assertEqual([t.question for t in tasks.load_tasks(path, 'dev')], ['q1'])
+    with self.assertRaisesRegex(types.UserError, 'splits there: test, train, validation. --config'):
+      tasks.load_tasks(path, 'other')
+
+  def test_lists_of_one_object(self):
+    row = {'question': 'q', 'answer': 'a'}
+    path = self.write('qa.json', {'train': [row, row], 'validation': [row]})
+    self.assertLen(tasks.load_tasks(path, 'train'), 2)
+    self.assertLen(tasks.load_tasks(path, 'dev'), 1)
+
+  def test_names_of_several_files_say_their_splits(self):
+    row = {'question': 'q', 'answer': 'a'}
+    for name in ('train-00000-of-00002', 'train-00001-of-00002', 'validation-00000-of-00001'):
+      self.write(f'data/{name}.parquet', [row])
+    self.write('README.md', 'text')
+    self.write('.cache/x.json', [{}])
+    self.write('dataset_infos.json', {'default': {}})
+    source = str(self.folder)
+    self.assertLen(tasks.load_tasks(source, 'train'), 2)
+    self.assertLen(tasks.load_tasks(source, 'dev'), 1)
+    with self.assertRaisesRegex(types.UserError, 'splits there: train, validation'):
+      tasks.load_tasks(source, 'test')
+
+  def test_the_name_of_one_file_says_nothing(self):
+    path = self.write('hotpot_train_v1.1.json', [_HOTPOT])
+    self.assertEqual(tasks.load_tasks(path, 'dev')[0].split, '')
+
+
+class ReaderTest(absltest.TestCase):
+
+  def test_a_prompt_may_be_a_text_or_parts(self):
+    for prompt in (
+        'Question: why?',
+        [{'role': 'user', 'content': [{'type': 'text', 'text': 'why?'}]}],
+    ):
+      self.assertEqual(public_formats.question_of_prompt(prompt), 'why?')
+
+
+if __name__ == '__main__':
+  absltest.main()
