@@ -130,7 +130,7 @@ def _option_number(fields):
   return whole
 
 
-class Reader:
+class SetReader:
   """Reads the rows of one file."""
 
   def __init__(self, path: pathlib.Path):

@@ -346,7 +346,7 @@ def _questions(path: pathlib.Path) -> Iterator[_Loaded]:
       yield _Loaded(row, task, has_id=has_id)
       continue
     if reader is None:
-      reader = _public_formats().Reader(path)
+      reader = _public_formats().SetReader(path)
     for question in reader.read(row):
       yield _Loaded(row, *question)
 
@@ -364,7 +364,7 @@ def _passage_rows(
       yield row, ()
     else:
       if reader is None:
-        reader = _public_formats().Reader(path)
+        reader = _public_formats().SetReader(path)
       if not reader.is_question(row):
         yield row, None
         continue
