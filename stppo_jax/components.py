@@ -108,6 +108,11 @@ def resolve(config: Config) -> Components:
   """Loads the classes and functions that the config names. UserError: a name does not exist."""
   env = config.env
   reward = _load_function('env.reward', env.reward, rewards.REWARDS)
+  if env.reward not in rewards.REWARDS:
+    from stppo_jax.envs import custom_rewards  # most runs have none
+
+    max_outage_s = config.retriever.max_outage_s
+    reward = custom_rewards.CustomReward(env.reward, reward, max_outage_s)
   available: dict[str, Any] = {
       'retriever': None,
       'top_k': config.retriever.top_k,

@@ -239,6 +239,10 @@ class RolloutSettings(Section):
       0.5, "share of a batch's episodes in which the environment's code may raise. These episodes "
       'are counted and not trained on. Above this share the run ends. 0: the first exception ends '
       'the run', at_least=0, at_most=1, resume_safe=True)
+  env_timeout_s: float = setting(
+      600.0, 'seconds that a call of an environment may take, with the rewards, judges and tools in'
+      ' it. Then its episode fails, and its thread is abandoned. 0: no limit', at_least=0,
+      resume_safe=True)
   threads: int = setting(
       4, 'environments called in parallel, while other rows decode (with one process). 0: one '
       'after the other', at_least=0, resume_allowed=True)

@@ -21,6 +21,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
@@ -453,6 +454,38 @@ class EnvironmentErrorTest(parameterized.TestCase):
     self.assertEqual([e.search_failed for e in (first, second)], [False, False])  # no waiting
     batch = batching.to_turn_batch([first, second, third], (T,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, False, True])
+
+  @parameterized.parameters(0, 2)
+  def test_call_without_end_masks_its_episode_only(self, threads):
+    over = threading.Event()
+    self.addCleanup(over.set)
+
+    class Blocks(ScriptedEnv):
+
+      def step(self, action):
+        if self.prompt == 'where' and self.heard:
+          over.wait()
+        return super().step(action)
+
+    guard = guard_lib.Guard(1.0)
+    tasks = [types.Task(prompt, prompt, ('a',)) for prompt in ('where', 'Paris is')]
+    make = lambda task: Blocks(task.question, [SEARCH, ANSWER])
+    kind = factory.EnvFactory(make, {}, uses_global_random=False)
+    envs = [kind(task, 0, guard) for task in tasks]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    rows = episode_lib.EpisodeInputs(envs, tasks, range(2), keys)
+    rules = episode_lib.EpisodeRules(ENV, LIMITS, threads=threads)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      (first, second), _ = episode_lib.play(
+          make_sampler(), make_params(), make_tokenizer(), rows, rules
+      )
+    self.assertEqual([first.failed, second.failed], [True, False])
+    self.assertEqual(second.score, 1.0)
+    (line,) = [line for line in logs.output if 'no result of step within 1 s' in line]
+    for words in ('Blocks gave', "on task 'where', in turn 2", 'over.wait()'):
+      self.assertIn(words, line)
+    batch = batching.to_turn_batch([first, second], (T,))
+    self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True])
 
   def test_strict_rules_end_the_run_with_one_line(self):
     line = r"^[^\n]*RaisingEnv raised KeyError: 'task' [^\n]*episode_test.py:\d+[^\n]*'t1'[^\n]*$"

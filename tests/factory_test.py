@@ -73,7 +73,7 @@ class SeedsTest(parameterized.TestCase):
 
   def test_samples_of_a_seeded_task_share_an_instance(self):
     """Also where a game draws from the global random state and ignores its seed."""
-    kind = mock.Mock(side_effect=lambda task, seed: factory.IsolatedEnv(UnseededGame, seed))
+    kind = mock.Mock(side_effect=lambda task, seed, _: factory.IsolatedEnv(UnseededGame, seed))
     agent = mock.Mock(env=kind)
     agent.config = schema.Config()
     tasks = [Task('a', 'q', seed=7)] * 2 + [Task('b', 'q', seed=8), Task('c', 'q'), Task('c', 'q')]

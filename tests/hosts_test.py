@@ -182,7 +182,7 @@ class SplitStepsTest(parameterized.TestCase):
     envs = [Waits(name, 2) for name in 'abcdef']
     self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
     self.enterContext(mock.patch.object(jax, 'process_index', lambda: 1))
-    theirs = [['of process 0']] * 3
+    theirs = [[['of process 0']] * 3, None]
     self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [theirs, mine]))
     with futures.ThreadPoolExecutor(3) as pool:
       outcomes = hosts.split_steps(envs)(envs, list('uvwxyz'), pool.map)
@@ -190,6 +190,15 @@ class SplitStepsTest(parameterized.TestCase):
         [outcome[0] for outcome in outcomes],
         ['of process 0', 'b 1 v', 'of process 0', 'd 1 x', 'of process 0', 'f 1 z'],
     )
+
+  def test_outage_of_one_process_is_raised_by_all(self):
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+    self.enterContext(mock.patch.object(jax, 'process_index', lambda: 0))
+    theirs = [[], 'the reward could not be had']
+    self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [mine, theirs]))
+    envs = [Counter(name, 2) for name in 'ab']
+    with self.assertRaisesRegex(types.RunError, '^the reward could not be had$'):
+      hosts.split_steps(envs)(envs, ['x', 'y'])
 
 
 class FailureTest(parameterized.TestCase):

@@ -6,6 +6,8 @@ import errno
 import logging as std_logging
 import os
 import sys
+import threading
+import time
 import traceback
 
 from absl import flags as absl_flags
@@ -22,12 +24,14 @@ from stppo_jax.cli.modes import MODES
 from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import guard
 from stppo_jax.types import hint
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 _MAX_LINE = 4000  # characters of an error
+_EXIT_S = 1.5  # for the end of a process with code of an environment that is still running
 
 
 def main() -> None:
@@ -38,7 +42,16 @@ def main() -> None:
   if config_file.HOME not in sys.path:
     sys.path.append(config_file.HOME)
   configure_logging()
-  sys.exit(run(sys.argv))
+  code = run(sys.argv)
+  threading.Thread(target=_end, args=[code or 0], daemon=True).start()
+  sys.exit(code)
+
+
+def _end(code):
+  """Ends the process if abandoned code of an environment keeps it with threads of its own."""
+  time.sleep(_EXIT_S)
+  if guard.has_abandoned():
+    os._exit(code)
 
 
 def run(argv: Sequence[str]) -> int | None:

@@ -8,6 +8,7 @@ import sys
 import threading
 
 from stppo_jax import types
+from stppo_jax.envs import guard
 
 
 @contextlib.contextmanager
@@ -21,8 +22,10 @@ def handled() -> Iterator[Callable[[], bool]]:
 
   Training calls the function in two places. Between updates `Run.remaining_updates` calls it and
   ends the loop. While episodes are played or the run waits for a retriever,
-  `hosts.raise_if_stopped` calls it and raises Stopped, which `Run.guard` catches. In both cases
-  `Run.finish` saves the updates that are done, and the command ends with exit code 0.
+  `hosts.raise_if_stopped` and the guard of environments call it and raise Stopped, which
+  `Run.guard` catches. In both cases `Run.finish` saves the updates that are done, and the command
+  ends with exit code 0. Where the main thread itself runs the code of an environment, SIGTERM
+  raises Stopped in it.
   """
   terminated = threading.Event()
   interrupted = threading.Event()
@@ -30,7 +33,7 @@ def handled() -> Iterator[Callable[[], bool]]:
 
   def on_sigterm(*unused):
     terminated.set()
-    if not polled.is_set():
+    if not polled.is_set() or guard.is_in_main_thread():
       raise types.Stopped
 
   def on_sigint(*unused):

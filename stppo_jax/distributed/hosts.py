@@ -174,6 +174,22 @@ def raise_if_stopped(requested: Callable[[], bool]) -> None:
     raise types.Stopped
 
 
+def anywhere(name: str, condition: Callable[[], bool]) -> Callable[[], bool]:
+  """Returns a function that is true once `condition()` was true on any process. It waits for none.
+
+  It stays true.
+  """
+  has_posted = threading.Event()
+
+  def is_true():
+    if condition() and not has_posted.is_set():
+      has_posted.set()
+      post(name, 'true')
+    return has_posted.is_set() or posted(name) != ''
+
+  return is_true
+
+
 def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
   """Returns a `stepping.step_all` for `envs` in which each process steps its own share.
 
@@ -190,7 +206,15 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
     own = [i for i, owner in enumerate(step_owners) if owner == jax.process_index()]
     own_envs = [stepped[i] for i in own]
     own_actions = [actions[i] for i in own]
-    shares = share(stepping.step_all(own_envs, own_actions, map_all))
+    own_outcomes: list = []
+    failure = None
+    try:
+      own_outcomes = stepping.step_all(own_envs, own_actions, map_all)
+    except types.RunError as error:  # all raise it, so that they can save together
+      failure = str(error)
+    shares, failures = zip(*share([own_outcomes, failure]))
+    if failure := next(filter(None, failures), None):
+      raise types.RunError(failure)
     # A process steps its environments in their order. So its next outcome is that of its next one.
     outcomes = [iter(outcomes_of_process) for outcomes_of_process in shares]
     return [tuple(next(outcomes[owner])) for owner in step_owners]

@@ -3,15 +3,18 @@
 `config.env.reward` names one of REWARDS, or `module:attribute`. A reward is a function (task,
 answer, transcript) -> float. The environment calls it once, with the answer that ended the episode
 and the agent's text with the observations in between. An episode without an answer has reward 0.
+custom_rewards.py calls the functions of users.
 """
 
 import collections
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import math
 import re
 import string
+from typing import Any
 
 from stppo_jax import types
 
@@ -146,18 +149,59 @@ def scores(task: types.Task, answer: str) -> dict[str, float]:
   return {name: REWARDS[name](task, answer, '') for name in SCORES}
 
 
-def score_answer(reward: Reward, task: types.Task, answer: str, transcript: str) -> float:
+class RewardError(Exception):
+  """A reward raised an error; the message names the reward."""
+
+
+class Score(float):
+  """A reward with the metrics that its function returned beside it."""
+
+  metrics: dict[str, float] = {}
+
+
+def read_score(name: str, value: Any, task: types.Task, answer: str) -> Score:
+  """Returns the value of a reward: a number, {'score': number, ..} or (number, metrics).
+
+  Metrics that are finite numbers are kept, as 'reward/NAME'. UserError: there is no finite number.
+  """
+  if isinstance(value, Score):
+    return value
+  number = value
+  metrics: Mapping[str, Any] = {}
+  if isinstance(value, Mapping):
+    metrics = value
+    key = 'score' if 'score' in value else 'reward'
+    number = value.get(key)
+    metrics = {other: metric for other, metric in value.items() if other != key}
+  elif isinstance(value, (tuple, list)) and len(value) == 2:
+    number, second = value
+    metrics = second if isinstance(second, Mapping) else {'second': second}
+  score = _finite(number)
+  if score is None:
+    raise types.UserError(
+        f'the reward {name!r} gave {value!r} for the answer {answer!r} to the task {task.id!r}: a '
+        "finite number is needed, or {'score': number}, or (number, metrics)"
+    )
+  result = Score(score)
+  numbers = {f'reward/{key}': _finite(metric) for key, metric in metrics.items()}
+  result.metrics = {key: metric for key, metric in numbers.items() if metric is not None}
+  return result
+
+
+def score_answer(reward: Reward, task: types.Task, answer: str, transcript: str) -> Score:
   """Returns the reward of an answer. UserError: the function returned no finite number."""
   value = reward(task, answer, transcript)
-  with contextlib.suppress(TypeError, ValueError):
-    number = float(value)
+  name = getattr(reward, '__qualname__', type(reward).__qualname__)
+  return read_score(name, value, task, answer)
+
+
+def _finite(value: Any) -> float | None:
+  """Returns a number of Python, NumPy or another library as a float; None if it is none."""
+  with contextlib.suppress(TypeError, ValueError, AttributeError, RuntimeError):
+    number = float(value.item() if hasattr(value, 'item') else value)
     if math.isfinite(number):
       return number
-  name = getattr(reward, '__qualname__', type(reward).__qualname__)
-  raise types.UserError(
-      f'the reward {name!r} gave {value!r} for the answer {answer!r} to the task {task.id!r}: a '
-      'finite number is needed'
-  )
+  return None
 
 
 def _as_list(golds):

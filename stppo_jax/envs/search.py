@@ -126,7 +126,8 @@ class SearchEnv:
       self._is_over = True
       metrics |= rewards.scores(self.task, content)
       reward = rewards.score_answer(self.reward, self.task, content, self._transcript)
-      return '', reward, True, False, info
+      metrics |= reward.metrics
+      return '', float(reward), True, False, info
     if self._turns > self.max_searches:
       self._is_over = True
       return '', 0.0, True, True, info

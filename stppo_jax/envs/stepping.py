@@ -9,21 +9,26 @@ import reprlib
 import traceback
 from typing import Any
 
+from absl import logging
+
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
 
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 _Results = list[_Passages] | tuple[_Passages, ...]  # one per query
+_MAX_FRAMES = 5  # of a call that was abandoned
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 def reset(env: Any, seed: int) -> tuple[str, Any]:
   """Resets an environment and returns (observation, info).
 
-  If it raises an error, `info` has 'environment_error', one line, and 'traceback'. UserError: it
-  returned something else.
+  If it raises an error or takes too long, `info` has 'environment_error', one line, and
+  'traceback'. UserError: it returned something else.
   """
   outcome, error_info = _call(env, 'reset', seed=seed)
   if error_info:
@@ -62,6 +67,19 @@ def _call(env, method, *args, **kwargs):
     return getattr(env, method)(*args, **kwargs), None
   except factory.ENDS_RUN:
     raise
+  except guard_lib.TimedOut as error:
+    return None, {
+        'environment_error': f'the environment {factory.class_name(env)} gave {error}',
+        'traceback': ''.join(error.stack.format()[-_MAX_FRAMES:]),
+        'timed_out': True,
+    }
+  except guard_lib.StopSeen:  # all processes raise Stopped after this turn
+    return None, {'environment_error': 'the run stops', 'traceback': '', 'given_up': True}
+  except rewards.RewardError as error:
+    return None, {
+        'environment_error': str(error),
+        'traceback': ''.join(traceback.format_exception(error.__cause__)),
+    }
   except Exception as error:  # the environment's code may raise anything on a model's text
     message = f'{factory.class_name(env)} raised {type(error).__name__}: {error}'
     line = ' '.join(message.split())[:500]
@@ -105,7 +123,9 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
   for (_, top_k), rows in rows_per_search.items():
     retriever = envs[rows[0]].retriever
     texts = [queries[row] for row in rows]
-    results = retriever.search(texts, top_k)
+    first = envs[rows[0]]
+    guard = first.guard if isinstance(first, factory.GuardedEnv) else guard_lib.IN_PLACE
+    results = call_retriever(retriever, texts, top_k, guard)
     is_list = types.is_of(results, _Results)
     if not is_list or len(results) != len(rows):
       raise types.UserError(
@@ -114,6 +134,25 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
       )
     passages |= zip(rows, results)
   return passages
+
+
+def call_retriever(
+    retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard
+) -> Any:
+  """Returns the retriever's results. A search that takes too long has failed: None per query.
+
+  A retriever that can give up by itself has its own time limits.
+  """
+  limit = guard.unlimited() if hasattr(retriever, 'give_up') else guard
+  try:
+    return limit.call('search', retriever.search, queries, top_k)
+  except guard_lib.StopSeen:
+    return [None] * len(queries)
+  except guard_lib.TimedOut as error:
+    logging.log_every_n_seconds(
+        logging.WARNING, 'the retriever %s gave %s', 60, type(retriever).__name__, error
+    )
+    return [None] * len(queries)
 
 
 def _query(env, action):

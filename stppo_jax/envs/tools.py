@@ -193,8 +193,8 @@ class ToolEnv:
     self._transcript += action
     if answer is not None:
       reward = rewards.score_answer(self.reward, self.task, answer, self._transcript)
-      scores = rewards.scores(self.task, answer)
-      return '', reward, True, False, self._info('answer', scores)
+      scores = rewards.scores(self.task, answer) | reward.metrics
+      return '', float(reward), True, False, self._info('answer', scores)
     if self._turns > self.max_turns:
       return '', 0.0, True, True, self._info('tool' if calls else 'invalid')
     if not calls:

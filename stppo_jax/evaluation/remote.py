@@ -64,6 +64,7 @@ class RemotePlayer(players.Player):
     self._env = parts.bind(parts.make_retriever())
     self._stop_requested = stop_requested
     self._abandoned = threading.Event()
+    self._guard = prepare.make_guard(config, self._abandoned.is_set)
     temperature = players.temperature(config)
     fields: dict[str, Any] = {
         'model': config.eval.model,
@@ -153,7 +154,7 @@ class RemotePlayer(players.Player):
   def _play_row(self, row: records.Row) -> records.PlayedRow:
     seed = self._seeds[row.key]
     instance_seed = seed if row.task.seed is None else row.task.seed
-    env = self._env(row.task, instance_seed)
+    env = self._env(row.task, instance_seed, self._guard)
     text, info = stepping.reset(env, instance_seed)
     episode = types.Episode(
         row.task, row.sample, _NO_TOKENS, [], core_metrics=self._env.core_metrics

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 from typing import Any
 
 import jax
@@ -60,8 +61,8 @@ class Agent:
 
     The keys fix each episode's randomness. Returns the rows of each task, in the order of the
     tasks. `params` are those of the policy, or a `Sampler.copy` of them, or a list of those of
-    several policies. Raises Stopped after a turn at which `give_up()` is true, and at the end,
-    because a retriever that gives up at that moment leaves failed episodes.
+    several policies. Raises Stopped when `give_up()` is true: while an environment is called, after
+    a turn, and at the end, because a retriever that gives up at that moment leaves failed episodes.
 
     Choice: on many hosts rows wait for the environments, because all hosts must launch the same
     programs in the same order. The threads still step the environments of a host together.
@@ -69,10 +70,14 @@ class Agent:
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
     seeds = episode_lib.reset_seeds(keys, tasks)
-    envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
-    step_all = hosts.split_steps(envs)
+    is_over = threading.Event()  # ends calls that are still in progress after an error
+    gives_up = lambda: is_over.is_set() or (give_up is not None and give_up())
+    guard = prepare.make_guard(self.config, gives_up)
     map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
+      resources.callback(is_over.set)
+      envs = [self.env(task, seed, guard) for task, seed in zip(tasks, seeds)]
+      step_all = hosts.split_steps(envs)
       if rollout.threads and not self.env.uses_global_random:
         pool = futures.ThreadPoolExecutor(rollout.threads, 'environments')
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
@@ -167,7 +172,8 @@ class RemoteAgent(Agent):
     prompts = []
     for task in tasks[: remote.NUM_PROBES]:
       seed = task.seed or 0
-      observation, info = stepping.reset(self.env(task, seed), seed)
+      guard = prepare.make_guard(self.config)
+      observation, info = stepping.reset(self.env(task, seed, guard), seed)
       ids = episode_lib.first_prompt(self.tokenizer, observation, info)
       prompts.append(ids[:longest])
     return prompts

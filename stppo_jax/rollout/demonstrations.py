@@ -24,6 +24,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.rollout import episode as episode_lib
@@ -150,6 +151,7 @@ class Demonstrator:
   per_group: int  # rows of a group that are demonstrations
   every: int = 1  # the groups of every n-th question of a batch have them
   strict: bool = False  # raise a UserError where the code of an environment raises
+  guard: guard_lib.Guard = guard_lib.IN_PLACE  # calls environments and players
 
   def count(self, position: int, task: types.Task) -> int:
     """Returns how many rows of the group at a position of the batch are demonstrations."""
@@ -179,7 +181,7 @@ class Demonstrator:
 
   def _play(self, task, group, seed, player_seed, number):
     """Plays one episode with a player for each role; returns its rows."""
-    env = self.env(task, seed)
+    env = self.env(task, seed, self.guard)
     framing = tokenizer_lib.make_framing(
         self.tokenizer, self.env.frame, self.limits.max_observation_tokens
     )
@@ -194,8 +196,8 @@ class Demonstrator:
     while prompt.budget > 0:
       role = state.active_role
       if role not in players:
-        players[role] = _call(make_player, random.Random(rng.random()))
-      text = _call(players[role].act, protocol.full_text(observation, info))
+        players[role] = self._call(make_player, random.Random(rng.random()))
+      text = self._call(players[role].act, protocol.full_text(observation, info))
       if not text:
         state.end(truncated=True)
         break
@@ -218,15 +220,14 @@ class Demonstrator:
       ids += self.tokenizer.eos_ids[:1]
     return np.array(ids, np.int32)
 
-
-def _call(function, *args):
-  """Calls the code of a player. UserError: it raised an error."""
-  try:
-    return function(*args)
-  except factory.ENDS_RUN:
-    raise
-  except Exception as error:  # a player's code may raise anything
-    message = ' '.join(f'{type(error).__name__}: {error}'.split())
-    raise types.UserError(
-        f'config.{SETTING}: the player raised {message} ({plugins.raised_at(error)}): correct it'
-    ) from error
+  def _call(self, function, *args):
+    """Calls the code of a player. UserError: it raised an error, or took too long."""
+    try:
+      return self.guard.call('the player', function, *args)
+    except factory.ENDS_RUN:
+      raise
+    except Exception as error:  # a player's code may raise anything
+      message = ' '.join(f'{type(error).__name__}: {error}'.split())
+      raise types.UserError(
+          f'config.{SETTING}: the player raised {message} ({plugins.raised_at(error)}): correct it'
+      ) from error

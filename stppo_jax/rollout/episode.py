@@ -288,18 +288,25 @@ class EpisodeState:
     return engine.Prompt(ids, budget, self.sequence)
 
   def _fail(self, info, when):
-    """Masks the episodes of an environment whose code raised, and logs the first traceback."""
+    """Masks the episodes of an environment whose code raised, or took too long.
+
+    Logs the first traceback of the errors, and every call that took too long.
+    """
     task = self.episodes[0].task
     error = f'{info["environment_error"]}, on task {task.id!r}, {when}'
-    if self._strict:
+    if self._strict and not info.get('given_up'):
       raise types.UserError(error)
-    logging.log_first_n(
-        logging.WARNING,
-        '%s. Episodes like this one are not trained on, and env/environment_failed counts them\n%s',
-        1,
-        error,
-        info['traceback'],
-    )
+    if info.get('timed_out'):
+      logging.warning('%s. Its episode is not trained on\n%s', error, info['traceback'])
+    else:
+      logging.log_first_n(
+          logging.WARNING,
+          '%s. Episodes like this one are not trained on, and env/environment_failed counts them'
+          '\n%s',
+          1,
+          error,
+          info['traceback'],
+      )
     for episode in self.episodes:
       episode.failed = True
       episode.error = error

@@ -25,6 +25,8 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import stepping
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import allocation as allocation_lib
 from stppo_jax.rollout import demonstrations
@@ -219,8 +221,14 @@ class Batches:
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
+    gives_up = self.give_up or (lambda: False)
     return play_through(
-        play, self.agent.retriever, self.max_failed_share, self.max_outage_s, self.sleep
+        play,
+        self.agent.retriever,
+        self.max_failed_share,
+        self.max_outage_s,
+        self.sleep,
+        guard=guard_lib.Guard(_LONGEST_WAIT_S, gives_up),
     )
 
 
@@ -452,6 +460,7 @@ def play_through(
     max_outage_s: float,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
+    guard: guard_lib.Guard = guard_lib.IN_PLACE,  # calls the retriever
 ) -> tuple[list[types.Episode], int]:
   """Plays a batch until its searches are answered: returns (episodes, number of repetitions).
 
@@ -484,7 +493,7 @@ def play_through(
     )
     sleep(wait_s)
     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-    if hosts.by_writer(_answers, retriever):
+    if hosts.by_writer(_answers, retriever, guard):
       episodes = play()
       replays += 1
   return episodes, replays
@@ -536,8 +545,8 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
     )
 
 
-def _answers(retriever):
+def _answers(retriever, guard):
   """Returns whether the retriever answers a query; each probe is new, to bypass caches."""
   if retriever is None:  # the environment reported the failure and can only be tried again
     return True
-  return retriever.search([f'probe {time.time_ns()}'], 1)[0] is not None
+  return stepping.call_retriever(retriever, [f'probe {time.time_ns()}'], 1, guard)[0] is not None

@@ -18,6 +18,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import program
 from stppo_jax.envs import stepping
 from stppo_jax.models import convert
@@ -193,6 +194,15 @@ def limits(config) -> episode_lib.EpisodeLimits:
   )
 
 
+def make_guard(config, gives_up: Callable[[], bool] = lambda: False) -> guard_lib.Guard:
+  """Returns the guard of the calls of environments, which ends them when `gives_up()` is true."""
+  rollout = config.rollout
+  if hosts.num_processes() == 1:
+    return guard_lib.Guard(rollout.env_timeout_s, gives_up, in_place=rollout.threads == 0)
+  # All processes have to raise Stopped together, after the calls of this turn.
+  return guard_lib.Guard(rollout.env_timeout_s, hosts.anywhere('stop', gives_up), raises=False)
+
+
 def _check_positions(config, model, field):
   if config.rollout.max_total > model.max_positions:
     raise UserError(
@@ -276,12 +286,13 @@ def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> No
 def _prompt_lengths(config, prepared, tasks):
   """Returns the lengths of the prompts of tasks spread over the list."""
   end = time.monotonic() + _MAX_SECONDS
+  guard = make_guard(config)
   stride = -(-len(tasks) // _MAX_PROMPTS) or 1
   lengths = []
   errors = []
   for task in tasks[::stride]:
     seed = config.seed if task.seed is None else task.seed
-    observation, info = stepping.reset(prepared.env(task, seed), seed)
+    observation, info = stepping.reset(prepared.env(task, seed, guard), seed)
     if error := info.get('environment_error'):
       errors.append(f'{error}, on task {task.id!r}, before its first turn')
     else:

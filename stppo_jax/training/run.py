@@ -168,7 +168,7 @@ def make_batches(
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
-      demonstrator=_make_demonstrator(config, agent),
+      demonstrator=_make_demonstrator(config, agent, give_up),
       allocation=_make_allocation(config, agent.env),
   )
 
@@ -190,7 +190,7 @@ def _make_allocation(config, env):
   )
 
 
-def _make_demonstrator(config, agent):
+def _make_demonstrator(config, agent, give_up):
   """Makes the player of config.rollout.demonstrations; None without them."""
   rollout = config.rollout
   if not rollout.demonstrations:
@@ -203,6 +203,7 @@ def _make_demonstrator(config, agent):
       per_group=rollout.demonstrated,
       every=rollout.demonstrate_every,
       strict=rollout.max_failed == 0,
+      guard=prepare.make_guard(config, give_up),
   )
 
 

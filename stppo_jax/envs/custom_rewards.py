@@ -1,0 +1,336 @@
+"""Rewards of users: functions of several shapes, and outages of the servers that they call.
+
+A reward takes (task, answer, transcript). Functions written for verl and TRL are recognised by the
+names of their parameters:
+
+  verl  compute_score(data_source, solution_str, ground_truth, extra_info=None)
+  TRL   reward(completions, **kwargs), with lists of one element, and columns by name
+
+A result is a number, {'score': number, other metrics}, or a pair (number, metrics). A function may
+be `async`.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from collections.abc import Callable
+import functools
+import inspect
+import threading
+import time
+from typing import Any
+
+from absl import logging
+
+from stppo_jax import plugins
+from stppo_jax import types
+from stppo_jax.envs import guard
+from stppo_jax.envs import outages
+from stppo_jax.envs import rewards
+
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 60.0
+_TRIES = 3  # calls that fail before another answer is scored to see whether the reward works
+_LOOP_S = 5.0  # an event loop that starts no call for this long is blocked
+_OURS = ('task', 'answer', 'transcript')
+_VERL = ('data_source', 'solution_str', 'ground_truth', 'extra_info')
+# Parameters of other libraries, and what a wrapper would give for them.
+_FOREIGN = {
+    'data_source': 'task.dataset',
+    'solution_str': 'transcript',
+    'extra_info': '{}',
+    **dict.fromkeys(('prompt', 'question', 'query'), 'task.question'),
+    **dict.fromkeys(('prompts', 'questions', 'queries'), '[task.question]'),
+    **dict.fromkeys(('completion', 'response', 'solution'), 'transcript'),
+    **dict.fromkeys(('completions', 'responses', 'solutions'), '[transcript]'),
+    **dict.fromkeys(
+        ('ground_truth', 'gold', 'label', 'target', 'reference', 'gold_answer'), 'task.answers[0]'
+    ),
+    **dict.fromkeys(('golds', 'ground_truths', 'gold_answers', 'targets'), 'task.answers'),
+    **dict.fromkeys(('labels', 'references'), '[task.answers[0]]'),
+    **dict.fromkeys(('sample', 'samples', 'state', 'trainer_state'), 'None'),
+}
+_MAY_BE_OURS = frozenset(('response', 'solution', 'question', 'query', 'state'))  # by position
+
+
+class CustomReward:
+  """A user's reward function, called as (task, answer, transcript).
+
+  When a server that it calls cannot be reached, the call waits and tries again. Raises a RunError
+  after `max_outage_s` seconds of this, and RewardError for all other errors.
+
+  Choice: a call that fails alone, while another answer can be scored, is an error of its own, as
+  with a judge that fails on one answer.
+  """
+
+  def __init__(
+      self,
+      name: str,  # config.env.reward
+      function: Callable[..., Any],
+      max_outage_s: float,
+      clock: Callable[[], float] = time.monotonic,
+  ):
+    self.__qualname__ = name
+    self._name = name
+    self._function = _adapt(name, function)
+    self._max_outage_s = max_outage_s
+    self._clock = clock
+    self._last_scored: tuple[types.Task, str, str] | None = None
+    self._is_down = False  # a warning was logged, and no call has succeeded since
+
+  def __call__(self, task: types.Task, answer: str, transcript: str) -> rewards.Score:
+    started = self._clock()
+    wait_s = _FIRST_WAIT_S
+    num_failed = 0
+    while True:
+      try:
+        score = self._score(task, answer, transcript)
+      except (types.UserError, types.RunError, types.Stopped):
+        raise
+      except Exception as error:  # a user's code may raise anything
+        num_failed += 1
+        text = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        if not outages.is_outage(error) or (num_failed >= _TRIES and self._works()):
+          place = plugins.raised_at(error)
+          raise rewards.RewardError(f'the reward {self._name!r} raised {text} ({place})') from error
+        self._wait(text, wait_s, started)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        continue
+      self._last_scored = task, answer, transcript
+      if self._is_down:
+        self._is_down = False
+        logging.info('the reward %r answers again', self._name)
+      return score
+
+  def _score(self, task, answer, transcript):
+    value = self._function(task, answer, transcript)
+    if inspect.isawaitable(value):
+      value = _wait_for(value)
+    return rewards.read_score(self._name, value, task, answer)
+
+  def _works(self):
+    """Returns whether the reward scores an answer again that it has scored before."""
+    if self._last_scored is None:
+      return False
+    try:
+      self._score(*self._last_scored)
+    except Exception:  # it does not work, for whatever reason
+      return False
+    return True
+
+  def _wait(self, text, wait_s, started):
+    left_s = self._max_outage_s - (self._clock() - started)
+    setting = f'config.retriever.max_outage_s={self._max_outage_s:g}'
+    if left_s <= 0:
+      raise types.RunError(
+          f'the reward {self._name!r} could not be had within {setting} ({text}): fix it, and the '
+          'same command resumes'
+      )
+    if not self._is_down:
+      self._is_down = True
+      logging.warning(
+          'the reward %r cannot be had (%s): its episodes wait, and it is called again until '
+          '%s has passed',
+          self._name,
+          text,
+          setting,
+      )
+    guard.pause(min(wait_s, left_s))
+
+
+def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a reward as a function (task, answer, transcript). UserError: it takes something else.
+
+  The names of its parameters decide.
+  """
+  if inspect.isclass(function):
+    raise types.UserError(
+        f'config.env.reward={name!r} is a class: give a function, or an instance with __call__'
+    )
+  try:
+    parameters = inspect.signature(function).parameters
+  except (TypeError, ValueError):  # a built-in function has none
+    return function
+  kinds = {parameter.kind for parameter in parameters.values()}
+  takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+  names = [
+      key
+      for key, parameter in parameters.items()
+      if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+  ]
+  required = [key for key in names if parameters[key].default is inspect.Parameter.empty]
+  if 'solution_str' in names and set(required) <= set(_VERL):
+    logging.info(
+        "config.env.reward=%r has verl's parameters: solution_str is the transcript, and "
+        'ground_truth is the answer of the task, or the list of its answers if it has several',
+        name,
+    )
+    return functools.partial(_call_verl, function, _VERL if takes_all else names)
+  if 'completions' in names:
+    logging.info(
+        "config.env.reward=%r has TRL's parameters: it gets lists of one element, and "
+        'completions holds the transcript',
+        name,
+    )
+    return _TrlReward(name, function, names, required, takes_all)
+  is_foreign = any(key in _FOREIGN and key not in _MAY_BE_OURS for key in names)
+  if not is_foreign and set(required) <= set(_OURS) and set(names) & set(_OURS):
+    keys = [key for key in _OURS if key in names]
+    if len(keys) < len(_OURS) or names[: len(_OURS)] != list(_OURS):
+      if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return lambda *values: function(
+            **{key: value for key, value in zip(_OURS, values) if key in keys}
+        )
+  try:
+    inspect.signature(function).bind(None, None, None)
+  except TypeError:
+    is_foreign = True
+  if is_foreign:
+    raise _refusal(name, names, required)
+  return function
+
+
+def _refusal(name, names, required):
+  """Returns the error of a function of another shape, with the wrapper that it needs."""
+  arguments = []
+  for key in required:
+    value = _FOREIGN.get(key, key if key in _OURS else '...')
+    if key == 'answer' and set(names) & _FOREIGN.keys():  # there, it is the right one
+      value = 'task.answers[0]'
+    arguments.append(f'{key}={value}')
+  module, _, attribute = name.partition(':')
+  return types.UserError(
+      f'config.env.reward={name!r} takes ({", ".join(names)}), and a reward is called with (task, '
+      'answer, transcript): write a function around it and name that one: '
+      f'import {module}; def reward(task, answer, transcript): '
+      f'return {module}.{attribute}({", ".join(arguments)})'
+  )
+
+
+def _ground_truth(task: types.Task) -> Any:
+  """Returns the answer of a task in verl's way: a text, or a list if there are several."""
+  extra = _extra(task)
+  if 'ground_truth' in extra:
+    return extra['ground_truth']
+  return task.answers[0] if len(task.answers) == 1 else list(task.answers)
+
+
+def _extra(task: types.Task) -> dict[str, Any]:
+  return dict(getattr(task, 'extra', None) or {})
+
+
+def _call_verl(function, names, task, answer, transcript):
+  del answer
+  values = {
+      'data_source': task.dataset,
+      'solution_str': transcript,
+      'ground_truth': _ground_truth(task),
+      'extra_info': {'index': task.id, 'question': task.question, 'split': task.split}
+      | _extra(task),
+  }
+  return function(**{key: value for key, value in values.items() if key in names})
+
+
+class _TrlReward:
+  """A function with TRL's parameters, called with lists of one element.
+
+  A function that cannot read completions as texts gets them as messages, as TRL gives both.
+  """
+
+  def __init__(self, name, function, names, required, takes_all):
+    self._name = name
+    self._function = function
+    self._names = names
+    self._required = required
+    self._takes_all = takes_all
+    self._gives_messages: bool | None = None  # None: not known yet
+
+  def __call__(self, task: types.Task, answer: str, transcript: str) -> Any:
+    del answer
+    columns = self._columns(task)
+    if self._gives_messages is not None:
+      return self._call(columns, task, transcript, self._gives_messages)
+    try:
+      value = self._call(columns, task, transcript, False)
+      self._gives_messages = False
+    except (TypeError, AttributeError) as error:
+      try:
+        value = self._call(columns, task, transcript, True)
+      except Exception:
+        raise error from None
+      self._gives_messages = True
+    return value
+
+  def _columns(self, task):
+    """Returns the columns by name, each with one element. UserError: one is missing."""
+    truth = _ground_truth(task)
+    columns = dict.fromkeys(('answer', 'ground_truth', 'solution', 'target', 'label'), truth)
+    columns |= {'answers': list(task.answers), 'question': task.question}
+    columns |= _extra(task)
+    known = {'prompts', 'completions', *columns}
+    if missing := [key for key in self._required if key not in known]:
+      raise types.UserError(
+          f'config.env.reward={self._name!r} takes {missing[0]!r}, and the task {task.id!r} has no '
+          f'such column: there are {", ".join(sorted(known))}'
+      )
+    return {key: [value] for key, value in columns.items() if self._takes_all or key in self._names}
+
+  def _call(self, columns, task, transcript, gives_messages):
+    prompt: Any = task.question
+    completion: Any = transcript
+    if gives_messages:
+      prompt = [{'role': 'user', 'content': prompt}]
+      completion = [{'role': 'assistant', 'content': completion}]
+    values = columns | {'completions': [completion]}
+    if self._takes_all or 'prompts' in self._names:
+      values['prompts'] = [prompt]
+    value = self._function(**values)
+    return _first_of(value) if inspect.isawaitable(value) else _first(value)
+
+
+def _first(values):
+  """Returns the element of a list of one."""
+  return values[0] if len(values) == 1 else values
+
+
+async def _first_of(values):
+  return _first(await values)
+
+
+class _Loop(threading.Thread):
+  """An event loop in a thread of its own, for clients that belong to one loop."""
+
+  def __init__(self):
+    super().__init__(daemon=True, name='rewards')
+    self.loop = asyncio.new_event_loop()
+    self.start()
+
+  def run(self):
+    asyncio.set_event_loop(self.loop)
+    self.loop.run_forever()
+
+
+_LOOPS: list[_Loop] = []  # the last one is used
+_LOOPS_LOCK = threading.Lock()
+
+
+def _wait_for(value: Awaitable[Any]) -> Any:
+  """Returns the result of a coroutine. A loop that a call blocks is replaced."""
+  has_started = threading.Event()
+
+  async def run():
+    has_started.set()
+    return await value
+
+  with _LOOPS_LOCK:
+    if not _LOOPS:
+      _LOOPS.append(_Loop())
+    thread = _LOOPS[-1]
+  future = asyncio.run_coroutine_threadsafe(run(), thread.loop)
+  while not has_started.wait(_LOOP_S):
+    future.cancel()
+    with _LOOPS_LOCK:
+      if _LOOPS[-1] is thread:
+        _LOOPS.append(_Loop())
+      thread = _LOOPS[-1]
+    future = asyncio.run_coroutine_threadsafe(run(), thread.loop)
+  return future.result()

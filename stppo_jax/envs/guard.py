@@ -1,0 +1,201 @@
+"""Time limits and stops for the code of users, which may never return.
+
+The code runs in threads that end with the process and that nobody waits for. The caller waits until
+the call returns, takes too long, or is to be given up. A call that is blocked is abandoned.
+"""
+
+from collections.abc import Callable
+import contextvars
+import math
+import queue
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from stppo_jax import plugins
+from stppo_jax import types
+
+_POLL_S = 0.25  # between two looks whether to give up
+_HAS_ABANDONED = threading.Event()
+_IN_MAIN_THREAD = threading.Event()  # set while the main thread itself runs a user's code
+_CURRENT: contextvars.ContextVar['_Job | None'] = contextvars.ContextVar('job', default=None)
+_IDLE: list['_Worker'] = []  # the last one is taken next, so that calls one by one share a thread
+_LOCK = threading.Lock()  # guards _IDLE
+
+
+class TimedOut(Exception):
+  """A call took longer than its limit, and was abandoned."""
+
+  def __init__(self, what: str, timeout_s: float, stack: traceback.StackSummary):
+    place = plugins.user_line(stack)
+    self.stack = stack  # where the call stands
+    super().__init__(
+        f'no result of {what} within {timeout_s:g} s (config.rollout.env_timeout_s), and is '
+        f'abandoned{" at " * bool(place)}{place}'
+    )
+
+
+class StopSeen(Exception):
+  """A call was abandoned because the run stops."""
+
+
+class Guard:
+  """Calls functions of users with a time limit, and gives them up when the run stops.
+
+  Args:
+    timeout_s: time limit of a call; 0: none.
+    gives_up: whether to abandon calls in progress and raise Stopped.
+    raises: raise Stopped. Otherwise raise StopSeen, because several processes stop together.
+    in_place: without a time limit, calls run in the thread of the caller. In the main thread,
+      SIGTERM then raises Stopped within them.
+  """
+
+  def __init__(
+      self,
+      timeout_s: float = 0.0,
+      gives_up: Callable[[], bool] = lambda: False,
+      in_place: bool = False,
+      raises: bool = True,
+  ):
+    self._timeout_s = timeout_s or math.inf
+    self._gives_up = gives_up
+    self._in_place = in_place and not timeout_s
+    self._stopped = types.Stopped if raises else StopSeen
+
+  def unlimited(self) -> 'Guard':
+    """Returns a guard that gives up as this one does, without a time limit."""
+    return Guard(0.0, self._gives_up, self._in_place, self._stopped is types.Stopped)
+
+  def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns function(*args, **kwargs), or raises its error.
+
+    Raises TimedOut, which names `what`, and Stopped. SystemExit and KeyboardInterrupt of the
+    function become a RuntimeError.
+    """
+    if self._in_place:
+      return _call_in_place(function, *args, **kwargs)
+    job = _Job(function, args, kwargs, self._timeout_s)
+    worker = _take_worker()
+    worker.jobs.put(job)
+    try:
+      while not job.has_ended.wait(min(_POLL_S, max(job.deadline - time.monotonic(), 0.0))):
+        if self._gives_up():
+          raise self._stopped
+        if time.monotonic() > job.deadline:
+          raise TimedOut(what, self._timeout_s, worker.stack())
+    except BaseException:
+      if not job.has_ended.is_set():
+        job.is_abandoned.set()
+        _HAS_ABANDONED.set()
+      raise
+    return job.result()
+
+  def acquire(self, lock: threading.Lock) -> None:
+    """Acquires a lock that another call may hold for long. Raises Stopped."""
+    while not lock.acquire(timeout=_POLL_S):
+      if self._gives_up():
+        raise self._stopped
+
+
+IN_PLACE = Guard(in_place=True)
+
+
+def pause(seconds: float) -> None:
+  """Sleeps in a guarded call. Its time limit starts again afterwards. Raises Stopped."""
+  job = _CURRENT.get()
+  if job is None:
+    time.sleep(seconds)
+    return
+  job.deadline = math.inf
+  if job.is_abandoned.wait(seconds):
+    raise types.Stopped
+  job.deadline = time.monotonic() + job.timeout_s
+
+
+def has_abandoned() -> bool:
+  """Whether a call was abandoned. Threads that it has started may keep the process from exiting."""
+  return _HAS_ABANDONED.is_set()
+
+
+def is_in_main_thread() -> bool:
+  """Whether the main thread runs the code of a user, so that a signal has to interrupt it."""
+  return _IN_MAIN_THREAD.is_set()
+
+
+class _Job:
+  """A call."""
+
+  def __init__(self, function, args, kwargs, timeout_s):
+    self.timeout_s = timeout_s
+    self.deadline = time.monotonic() + timeout_s
+    self.has_ended = threading.Event()
+    self.is_abandoned = threading.Event()
+    self._context = contextvars.copy_context()  # a thread would have another one
+    self._call = lambda: function(*args, **kwargs)
+    self._value: Any = None
+    self._error: Exception | None = None
+
+  def run(self):
+    """Makes the call. `has_ended` is set by the worker, when it is free again."""
+    self._context.run(_CURRENT.set, self)
+    try:
+      self._value = self._context.run(self._call)
+    except Exception as error:  # raised by `result`
+      self._error = error
+    except BaseException as error:  # would end the thread, or the run without a word
+      self._error = RuntimeError(f'{type(error).__name__}: {error}')
+      self._error.__cause__ = error
+
+  def result(self):
+    error, self._error = self._error, None
+    if error is None:
+      return self._value
+    try:
+      raise error
+    finally:
+      del error  # it refers to this frame
+
+
+class _Worker(threading.Thread):
+  """A thread that makes one call at a time."""
+
+  def __init__(self):
+    super().__init__(daemon=True, name='guarded')
+    self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    self.start()
+
+  def run(self):
+    while True:
+      job = self.jobs.get()
+      job.run()
+      with _LOCK:
+        _IDLE.append(self)  # first, so that the next call takes the same thread
+      job.has_ended.set()
+      del job
+
+  def stack(self):
+    """Returns the frames of the call in progress, from its own code on."""
+    frame = sys._current_frames().get(self.ident)
+    frames = traceback.extract_stack(frame) if frame else []
+    own = [i for i, entry in enumerate(frames) if entry.filename == __file__]
+    return traceback.StackSummary.from_list(frames[own[-1] + 1 :] if own else frames)
+
+
+def _take_worker():
+  with _LOCK:
+    if _IDLE:
+      return _IDLE.pop()
+  return _Worker()
+
+
+def _call_in_place(function, *args, **kwargs):
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or _IN_MAIN_THREAD.is_set():
+    return function(*args, **kwargs)
+  _IN_MAIN_THREAD.set()
+  try:
+    return function(*args, **kwargs)
+  finally:
+    _IN_MAIN_THREAD.clear()
