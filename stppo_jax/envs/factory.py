@@ -67,6 +67,7 @@ class EnvFactory:
   ) -> protocol.Env:
     """Makes the environment of one episode. If its constructor raises, its `reset` does."""
     make = lambda: self.make(task, **self.settings)
+    env: Any
     try:
       if self.uses_global_random:
         env = IsolatedEnv(make, seed, guard)

@@ -177,7 +177,7 @@ class _Worker(threading.Thread):
 
   def stack(self):
     """Returns the frames of the call in progress, from its own code on."""
-    frame = sys._current_frames().get(self.ident)
+    frame = sys._current_frames().get(self.ident or 0)
     frames = traceback.extract_stack(frame) if frame else []
     own = [i for i, entry in enumerate(frames) if entry.filename == __file__]
     return traceback.StackSummary.from_list(frames[own[-1] + 1 :] if own else frames)

@@ -20,7 +20,7 @@ from stppo_jax.envs import rewards
 
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 _Results = list[_Passages] | tuple[_Passages, ...]  # one per query
-_MAX_FRAMES = 5  # of a call that was abandoned
+_MAX_FRAMES = 5  # shown of a call that was abandoned
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 

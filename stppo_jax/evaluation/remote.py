@@ -30,6 +30,7 @@ from stppo_jax.evaluation import client as client_lib
 from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 

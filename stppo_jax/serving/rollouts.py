@@ -24,6 +24,8 @@ from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
@@ -139,31 +141,44 @@ class ProgramAgent(agent_lib.Agent):
     session = service.open_session(key, sampling)
     run = _ProgramRun(task, session)
     deadline = time.monotonic() + self.config.serve.agent_timeout_s
-    call = calls.ThreadedCall(lambda: self._score(run, f'{server.url}/s/{session.name}/v1'))
+    call = calls.ThreadedCall(lambda: self._play(run, f'{server.url}/s/{session.name}/v1'))
+    has_ended = False
     try:
-      while not call.has_ended(_POLL_S):
+      while not (has_ended := call.has_ended(_POLL_S)):
         run.timed_out = time.monotonic() > deadline
         if run.timed_out or stopping.is_set():
           break
+      if has_ended and not run.session.has_reward:
+        self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, stopping.is_set))
+    except factory.ENDS_RUN as error:
+      if has_ended:  # the reward cannot be had
+        raise
+      run.error = f'{type(error).__name__}: {error}'
+    except (rewards.RewardError, guard_lib.TimedOut) as error:
+      run.error = str(error)
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:
       service.end_session(session.name)
     return run
 
-  def _score(self, run: _ProgramRun, url: str) -> None:
-    """Runs the program itself, and sets its reward."""
+  def _play(self, run: _ProgramRun, url: str) -> None:
+    """Runs the program itself, and sets the reward that it returns."""
     reward = self.program.run(run.task, url, self.config.name)
-    if reward is None and not run.session.has_reward:
-      reward = self._reward(run)
     if reward is not None:
       run.session.reward(_finite(self.config.env.kind, reward))
 
-  def _reward(self, run: _ProgramRun) -> float:
-    """Returns the score of the answer in the last turn; 0 without an answer."""
+  def _score(self, run: _ProgramRun, guard: guard_lib.Guard) -> None:
+    """Sets the score of the answer in the last turn; 0 without an answer."""
     text = run.session.last_text
     answer = rewards.extract_answer(text)
-    return 0.0 if answer is None else self.program.reward(run.task, answer, text)
+    if answer is None:
+      run.session.reward(0.0)
+      return
+    score = guard.call(
+        'the reward', rewards.score_answer, self.program.reward, run.task, answer, text
+    )
+    run.session.reward(float(score), metrics=score.metrics)
 
   def _rows(
       self, run: _ProgramRun, group: int, number: int, first_is_whole: bool
