@@ -36,7 +36,8 @@ class DeterminismTest(absltest.TestCase):
     self.assertEqual(done.stdout.splitlines(), [f'{given} {flag}'.strip(), '2'])
 
   def test_running_gpu_without_the_flag_is_refused(self):
-    jax.devices()  # has started
+    jax.devices()
+    self.assertTrue(determinism._has_started())
     with mock.patch.dict(os.environ, {'XLA_FLAGS': ''}):
       determinism.enable()  # a CPU needs no flag
       self.assertEqual(os.environ['XLA_FLAGS'], '')
@@ -45,6 +46,13 @@ class DeterminismTest(absltest.TestCase):
           determinism.enable()
         os.environ['XLA_FLAGS'] = f'{determinism.FLAG}=true'
         determinism.enable()
+
+  def test_flag_that_xla_would_die_of_is_refused(self):
+    unknown = mock.patch.object(determinism, 'FLAG', '--xla_gpu_no_such_flag')
+    with unknown, mock.patch.object(determinism, '_has_started', return_value=False):
+      with self.assertRaisesRegex(types.UserError, '^[^\n]*jaxlib has no flag --xla_gpu_no_such'):
+        determinism.enable()
+    self.assertNotIn('no_such_flag', os.environ['XLA_FLAGS'])
 
   def test_contradiction_is_refused(self):
     with mock.patch.dict(os.environ, {'XLA_FLAGS': f'{determinism.FLAG}=false'}):

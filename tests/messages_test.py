@@ -1,5 +1,7 @@
 """Messages between processes: chunks, order and cleaning up, with threads for the processes."""
 
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -10,6 +12,22 @@ import jax
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import messages
 from tests.support import processes
+
+# The client has no public name, so each release of JAX is asked for it.
+STORE_OF_JAX = """
+import socket
+import jax
+from stppo_jax.distributed import hosts, messages
+with socket.create_server(('localhost', 0)) as server:
+  port = server.getsockname()[1]
+jax.distributed.initialize(f'localhost:{port}', 1, 0, cluster_detection_method='deactivate')
+exchange = messages.Exchange(hosts._distributed_state().client, 0, 1, chunk_bytes=10)
+print([exchange.gather(bytes(n) + b'end') for n in (0, 25)] == [[b'end'], [bytes(25) + b'end']])
+print(repr(exchange.posted('news')))
+exchange.post('news', 'first')
+exchange.post('news', 'last')
+print(repr(exchange.posted('news')))
+"""
 
 
 class ExchangeTest(parameterized.TestCase):
@@ -41,6 +59,11 @@ class ExchangeTest(parameterized.TestCase):
     second.post('save 3', 'again')
     self.assertEqual(first.posted('save 3'), 'again')
     self.assertEqual(first.posted('save 4'), '')
+
+  def test_the_store_of_jax_has_what_it_uses(self):
+    program = [sys.executable, '-c', STORE_OF_JAX]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    self.assertEqual(done.stdout.split(), ['True', "''", "'last'"], done.stderr[-2000:])
 
   def test_an_error_of_the_store_is_raised(self):
     store = mock.Mock()

@@ -342,7 +342,7 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
 
 
 def _distributed_state():
-  from jax._src import distributed  # the client and the address have no public names
+  from jax._src import distributed  # the client has no public name, see messages_test
 
   return distributed.global_state
 
