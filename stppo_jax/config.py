@@ -357,6 +357,23 @@ class TrainSettings(Section):
 
 
 @dataclasses.dataclass
+class SftSettings(Section):
+  """Supervised training on conversations: `run.py sft`. RL reads none of it."""
+
+  lr: float = setting(
+      1e-5, 'highest learning rate; it rises in the first twentieth of the steps, then it falls as '
+      'a cosine', above=0, resume_safe=True)
+  epochs: int = setting(2, 'passes over the conversations', at_least=1, resume_safe=True)
+  batch: int = setting(32, 'conversations per optimizer step', at_least=1, resume_safe=True)
+  held_out: float = setting(
+      0.05, 'share of the conversations that are held out, where none have data.eval_split',
+      at_least=0, below=1, resume_safe=True)
+  min_reward: float = setting(
+      0.5, 'conversations with a lower `reward` and saved episodes with a lower score are left out',
+      resume_safe=True)
+
+
+@dataclasses.dataclass
 class PipelineSettings(Section):
   """The number of updates that sampling runs ahead of training."""
 
@@ -529,6 +546,7 @@ class Config(Section):
   actor: OptimizerSettings = _section(OptimizerSettings)
   critic: OptimizerSettings = _section(OptimizerSettings, lr=1e-5, warmup=0.015)
   train: TrainSettings = _section(TrainSettings)
+  sft: SftSettings = _section(SftSettings)
   pipeline: PipelineSettings = _section(PipelineSettings)
   mesh: MeshSettings = _section(MeshSettings)
   placement: PlacementSettings = _section(PlacementSettings)

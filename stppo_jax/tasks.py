@@ -96,6 +96,18 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
   )
 
 
+def files_of(source: str) -> dict[pathlib.Path, str]:
+  """Returns {file of a source of rows: the split of its name, if the names say different ones}."""
+  paths = _question_paths(source)
+  splits = _splits_of_names(paths)
+  return {path: splits.get(path, '') for path in paths}
+
+
+def same_split(name: str, asked: str) -> bool:
+  """Returns whether two names mean the same split."""
+  return _OTHER_NAMES.get(name, name) == _OTHER_NAMES.get(asked, asked)
+
+
 def check_types(task: types.Task) -> None:
   """Raises ValueError for a task of a user's function whose texts have other types."""
   if not isinstance(task, types.Task):

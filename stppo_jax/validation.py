@@ -334,7 +334,7 @@ def _check_demonstrations(config: Config) -> None:
     raise UserError(
         f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
         f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
-        'To imitate only: python -m scripts.warm_start or scripts.sft_episodes'
+        'To imitate only: python -m scripts.warm_start or python run.py sft'
     )
 
 

@@ -251,6 +251,8 @@ class WordsTest(absltest.TestCase):
     )
     message = "config.rollout.demonstrations='x.jsonl', line 1: ids of another tokenizer"
     self.assertEndsWith(doc_pages.with_page(message), 'see docs/demonstrations.md')
+    message = "chats.json:1: column 'messages' is 'x': a list of messages is needed"
+    self.assertEndsWith(doc_pages.with_page(message), 'see docs/warm_start.md')
     message = "hotpot.json:1: column 'answer' is True"
     self.assertEndsWith(doc_pages.with_page(message), 'see docs/data.md')
     self.assertEqual(doc_pages.with_page('no such flag'), 'no such flag')

@@ -60,6 +60,7 @@ READ_THE_CONFIG = {
     'training/recovery.py',
     'training/run.py',
     'training/learner.py',
+    'training/imitation.py',
     'evaluation/policy.py',
     'rollout/agent.py',
     'rollout/prepare.py',

@@ -4,6 +4,11 @@ import re
 
 # (pattern of a message, page). The first pattern that matches counts.
 PAGES = (
+    (
+        r"no conversation in|column '(messages|conversations|completion|tools)"
+        r'|config\.sft|conversations',
+        'warm_start',
+    ),
     (r'rollout\.demonstrat', 'demonstrations'),
     (r'\.(json|jsonl|ndjson|csv|tsv|parquet)(\.gz)?:\d+: ', 'data'),
     (r'--topology|--coordinator|--distributed|config\.(mesh|placement|rollout\.mesh)', 'scaling'),

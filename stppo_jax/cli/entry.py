@@ -101,7 +101,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     show(help_lib.section(parsed.help, config))
     return 0
 
-  workdir = flags.workdir or os.path.join('runs', config.name)
+  workdir = flags.workdir or os.path.join('runs', config.name + mode.suffix)
   if mode.starts_jax:
     if config.train.deterministic:
       from stppo_jax.distributed import determinism

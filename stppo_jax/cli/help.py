@@ -18,6 +18,7 @@ _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports
   python run.py                                                # train; the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
   python run.py train --config.algorithm.variant=ppo --config.seed=1 --workdir=runs/ppo_1
+  python run.py sft --config.data.source=chats.jsonl           # a warm start on conversations
   python run.py watch --workdir=runs                           # follows runs in a browser
   python run.py eval --config.eval.samples=8                   # scores, pass@k and pass^k
   python run.py compare runs/st_ppo_tiny runs/ppo_1            # settings and scores, with intervals

@@ -45,6 +45,13 @@ def train(command: Command) -> None:
   loop.start(command.config, command.workdir, command.stop_requested, profile)
 
 
+def sft(command: Command) -> None:
+  """Trains the model on conversations, and writes WORKDIR/model, from which a run may start."""
+  from stppo_jax.training import imitation
+
+  print(imitation.start(command.config, command.workdir, command.stop_requested))
+
+
 def evaluate(command: Command) -> None:
   """Scores a checkpoint, or the model at an address, on the held-out questions."""
   import jax
@@ -212,11 +219,13 @@ class Mode:
   reads_config: bool = True
   reads_run: bool = False  # without --config it uses WORKDIR/config.json
   starts_jax: bool = False  # as one of several processes, or alone
+  suffix: str = ''  # what follows the config's name in the default workdir
   stops: bool = False  # it calls `stop_requested`. Other modes end at SIGTERM as any program
 
 
 MODES = {
     'train': Mode(train, flags=('profile',), starts_jax=True, stops=True),
+    'sft': Mode(sft, starts_jax=True, suffix='_sft', stops=True),
     'eval': Mode(evaluate, reads_run=True, starts_jax=True, stops=True),
     'sample': Mode(sample, flags=('batches',), reads_run=True, starts_jax=True, stops=True),
     'export': Mode(export, reads_run=True, starts_jax=True),

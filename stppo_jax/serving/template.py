@@ -68,6 +68,15 @@ class Template:
         ids += self._encode_inline(''.join(texts))
     return ids
 
+  def text(
+      self, messages: Sequence[Message], tools: Sequence[Any] = (), generation_prompt: bool = True
+  ) -> str:
+    """Returns the template's text of messages, for `Tokenizer.encode_marked`.
+
+    Raises ValueError: the template refuses these messages.
+    """
+    return self._render(messages, tools, add_generation_prompt=generation_prompt)
+
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
     """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens."""
     self._check_length(len(prompt))
@@ -125,10 +134,9 @@ class Template:
       return []
     return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_tokens)
 
-  def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+  def _render(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> str:
     render = self.tokenizer.render
     assert render is not None
-    options = {}
     try:  # marking raises too, for values that are nested too deeply
       if tools:
         options['tools'] = self.tokenizer.mark(tools)

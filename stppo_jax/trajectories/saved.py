@@ -31,6 +31,11 @@ def path_of(folder: str, number: int) -> str:
   return os.path.join(folder, f'train_{number:06d}.jsonl')
 
 
+def has_batches(folder: str) -> bool:
+  """Returns whether a path is a folder of saved batches."""
+  return os.path.isdir(folder) and any(map(_NAME.fullmatch, os.listdir(folder)))
+
+
 def numbers(folder: str) -> list[int]:
   """Returns the numbers of the batches in a folder, rising. UserError: there are none."""
   try:
@@ -143,7 +148,7 @@ class Replay:
       raise types.UserError(
           f'{path} has turns without log-probs, so that no policy of this run sampled them, and '
           'a policy gradient on them would have no objective. Imitate them first: '
-          'python -m scripts.sft_episodes'
+          'python run.py sft'
       )
     turns = [turn for episode in episodes for turn in episode.turns]
     if self.needs_routes and any(turn.routes is None for turn in turns):

@@ -1,0 +1,408 @@
+"""Conversations of others as episodes: messages in, prompts, turns and observations out.
+
+A row of a file has one of these:
+
+  messages            OpenAI's messages, with `tools`
+  conversations       ShareGPT: `from` and `value`
+  prompt, completion  TRL's and verifiers' messages, or two texts
+
+The model's chat template renders the messages, and each turn of the assistant becomes a turn of an
+episode. Contexts and turns are encoded apart, as the run encodes prompts and observations.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax import row_files
+from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax import types
+from stppo_jax.envs import tool_calls
+from stppo_jax.row_files import shown
+from stppo_jax.serving import template as template_lib
+
+Message = dict[str, Any]
+
+COLUMNS = (
+    'messages conversations prompt completion tools tool_defs system split reward error id'.split()
+)
+_ROLES = {
+    'human': 'user',
+    'gpt': 'assistant',
+    'model': 'assistant',
+    'developer': 'system',
+    'observation': 'tool',
+    'function': 'tool',
+    'function_response': 'tool',
+    'function_call': 'assistant',
+}
+_KNOWN_ROLES = ('system', 'user', 'assistant', 'tool')
+_TEXT_PARTS = ('text', 'input_text', 'output_text')
+
+
+class Unusable(Exception):
+  """A conversation is left out, and counted under this reason."""
+
+
+class Conversation(NamedTuple):
+  """The messages of a row."""
+
+  messages: list[Message]  # role, content, and `trained` for a turn to imitate
+  tools: list[dict[str, Any]]  # schemas, as templates take them
+  split: str = ''
+  is_text: bool = False  # a prompt and a completion as texts, which no template renders
+
+
+def read(path: pathlib.Path, min_reward: float) -> Iterator[tuple[row_files.FileRow, Any]]:
+  """Yields the rows of a file with their Conversation, or with the reason why there is none.
+
+  A row with an `error`, or with a `reward` below `min_reward`, is left out. UserError: a row is no
+  conversation.
+  """
+  is_table = path.name.lower().endswith('.parquet')
+  for row in row_files.read(path, COLUMNS if is_table else ()):
+    fields = row_files.without_nulls(row.fields) if is_table else row.fields
+    try:
+      with row_files.explain(path, row.number):
+        conversation = _conversation(fields, min_reward)
+    except Unusable as reason:
+      yield row, str(reason)
+      continue
+    yield row, conversation
+
+
+def _conversation(fields, min_reward):
+  """Returns the conversation of a row. ValueError: it has none. Unusable: it is left out."""
+  if fields.get('error'):
+    raise Unusable('an error')
+  reward = fields.get('reward')
+  if isinstance(reward, (int, float)) and not reward >= min_reward:
+    raise Unusable(f'a reward below {min_reward:g}')
+  tools = _tools(fields)
+  split = fields.get('split')
+  split = split if isinstance(split, str) else ''
+  prompt = _parsed(fields.get('prompt'))
+  completion = _parsed(fields.get('completion'))
+  if isinstance(prompt, str) and isinstance(completion, str):
+    messages = [_text_message('user', prompt), _text_message('assistant', completion)]
+    messages[1]['trained'] = bool(completion)
+    return _checked(Conversation(messages, tools, split, is_text=True))
+  if completion is not None and prompt is not None:
+    before = _messages('prompt', prompt, 'user', is_trained=False)
+    after = _messages('completion', completion, 'assistant', is_trained=True)
+    return _checked(Conversation(before + after, tools, split))
+  for name in ('messages', 'conversations'):
+    value = _parsed(fields.get(name))
+    if value is not None:
+      messages = _messages(name, value, 'user', is_trained=True)
+      system = fields.get('system')
+      if isinstance(system, str) and system and messages[:1] and messages[0]['role'] != 'system':
+        messages.insert(0, _text_message('system', system))
+      return _checked(Conversation(messages, tools, split))
+  raise ValueError(
+      f'no conversation in the columns {row_files.listed(fields)}: messages, conversations, or '
+      'prompt and completion are needed'
+  )
+
+
+def _checked(conversation):
+  """Returns a conversation up to its last turn to imitate."""
+  trained = [i for i, m in enumerate(conversation.messages) if m.get('trained')]
+  if not trained:
+    raise Unusable('no turn of the assistant to imitate')
+  if not trained[0]:
+    raise Unusable('no message before the first turn of the assistant')
+  return conversation._replace(messages=conversation.messages[: trained[-1] + 1])
+
+
+def _parsed(value):
+  return row_files.parsed(value) if isinstance(value, str) else value
+
+
+def _text_message(role, content):
+  return {'role': role, 'content': content}
+
+
+def _messages(name, value, role_of_text, is_trained):
+  """Returns the messages of a column."""
+  if isinstance(value, str):
+    value = [_text_message(role_of_text, value)]
+  if not types.is_of(value, list[dict]) or not value:
+    raise ValueError(f'column {name!r} is {shown(value)}: a list of messages is needed')
+  return [_message(name, raw, is_trained) for raw in value]
+
+
+def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
+  """Returns a message with role, content and calls."""
+  own_role = raw.get('role', raw.get('from'))
+  role = _ROLES.get(own_role, own_role)
+  if role not in _KNOWN_ROLES:
+    allowed = ', '.join((*_KNOWN_ROLES, *_ROLES))
+    raise ValueError(f'column {name!r} has the role {shown(own_role)}: allowed are {allowed}')
+  content = _content(name, raw.get('content', raw.get('value')))
+  message: Message = {'role': role, 'content': content}
+  calls = _parsed(raw.get('tool_calls'))
+  if own_role == 'function_call':  # ShareGPT's call is the text
+    calls = row_files.parsed(content)
+    calls = calls if isinstance(calls, list) else [calls]
+    message['content'] = ''
+  if calls:
+    message['tool_calls'] = [_call(name, call) for call in calls]
+  for extra in ('reasoning_content', 'tool_call_id', 'name'):
+    if isinstance(raw.get(extra), str) and raw[extra]:
+      message[extra] = raw[extra]
+  is_empty = not message['content'].strip() and not calls
+  if role == 'assistant' and is_trained and not is_empty:
+    message['trained'] = raw.get('weight', 1) != 0
+  return message
+
+
+def _content(name, content):
+  """Returns a content as a text."""
+  if content is None:
+    return ''
+  if isinstance(content, str):
+    return content
+  if not types.is_of(content, list[dict]):
+    raise ValueError(f'column {name!r} has the content {shown(content)}: a text is needed')
+  for part in content:
+    if part.get('type') not in _TEXT_PARTS or not isinstance(part.get('text'), str):
+      kind = part.get('type')
+      raise ValueError(f'column {name!r} has a content of type {kind!r}: only text is read')
+  return ''.join(part['text'] for part in content)
+
+
+def _call(name, call):
+  """Returns a call with its arguments as a dict, as templates take it."""
+  call = _parsed(call)
+  function = call.get('function', call) if isinstance(call, dict) else None
+  if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+    raise ValueError(f'column {name!r} has the call {shown(call)}: a function name is needed')
+  arguments = function.get('arguments') or {}
+  if isinstance(arguments, str):
+    arguments = row_files.parsed(arguments)
+  if not isinstance(arguments, dict):
+    raise ValueError(
+        f'column {name!r} has the arguments {shown(arguments)} of {function["name"]}: a JSON '
+        'object is needed'
+    )
+  written = {'type': 'function', 'function': {'name': function['name'], 'arguments': arguments}}
+  if isinstance(call.get('id'), str):
+    written['id'] = call['id']
+  return written
+
+
+def _tools(fields):
+  """Returns the schemas of a row's tools: those of OpenAI and verifiers, also as JSON text."""
+  value = _parsed(fields.get('tools') or fields.get('tool_defs') or [])
+  if not isinstance(value, list):
+    raise ValueError(f"column 'tools' is {shown(value)}: a list of schemas is needed")
+  tools = []
+  for tool in map(_parsed, value):
+    if not isinstance(tool, dict) or not isinstance(tool.get('function', tool).get('name'), str):
+      raise ValueError(f"column 'tools' has {shown(tool)}: a schema with a name is needed")
+    tools.append(tool if 'function' in tool else {'type': 'function', 'function': tool})
+  return tools
+
+
+class _Parts(NamedTuple):
+  """The text of a template around a turn."""
+
+  before: str  # all that the model has read before the turn
+  turn: str  # the turn, with its end
+  rest: str  # what the template writes after the end
+  whole: str  # the text of all messages up to the turn, as the template shows it
+
+
+@dataclasses.dataclass(frozen=True)
+class Renderer:
+  """Renders conversations to episodes of one tokenizer.
+
+  Attributes:
+    tokenizer: of the model that is trained.
+    max_observation: tokens of an observation at most, without a chat template.
+    tool_form: one of tool_calls.FORMS, for calls that no template writes.
+    stop_strings: texts at which a turn ends, without a chat template.
+  """
+
+  tokenizer: tokenizer_lib.Tokenizer
+  max_observation: int = 2**20
+  tool_form: str = 'hermes'
+  stop_strings: tuple[str, ...] = ()
+
+  @functools.cached_property
+  def _template(self) -> template_lib.Template:
+    return template_lib.Template(self.tokenizer, self.max_observation, self.tool_form)
+
+  def episode(self, conversation: Conversation, name: str) -> types.Episode:
+    """Returns the episode of a conversation. ValueError: the template refuses its messages."""
+    episode = types.Episode(types.Task(name), 0, _array([]), [], demonstrated=True)
+    messages = conversation.messages
+    positions = [i for i, message in enumerate(messages) if message.get('trained')]
+    previous = None
+    for i in positions:
+      if self.tokenizer.render is None or conversation.is_text:
+        context, ids = self._plain(conversation, previous, i, episode)
+        parts = None
+      else:
+        parts = self._parts(conversation, i)
+        ids = self.tokenizer.encode_marked(parts.turn)
+        context = self._context(conversation, previous, i, parts, episode)
+      if previous is None:
+        episode.prompt = _array(context)
+      else:
+        episode.turns[-1].observation = _array(context)
+      logp = np.full(len(ids), np.nan, np.float32)
+      episode.turns.append(types.Turn(_array(ids), logp))
+      previous = (i, parts)
+    return episode
+
+  def _plain(self, conversation, previous, i, episode):
+    """Returns (ids before the turn, ids of the turn) without a chat template."""
+    messages = conversation.messages
+    form = tool_calls.make_form(self.tool_form, conversation.tools)
+    text = _with_calls(messages[i], form)['content']
+    ids = self.tokenizer.encode(text, control=conversation.is_text)
+    is_ended = bool(ids) and ids[-1] in self.tokenizer.eos_ids
+    if not is_ended and not (self.stop_strings and text.endswith(self.stop_strings)):
+      ids = ids + list(self.tokenizer.eos_ids[:1])
+    if conversation.is_text:
+      return self._template.encode_prompt(messages[0]['content']), ids
+    if previous is None:
+      context = self._template.encode(_declared(messages[:i], form, conversation.tools))
+    else:
+      turn = episode.turns[-1].tokens.tolist()
+      between = [_with_calls(message, form) for message in messages[previous[0] + 1 : i]]
+      context = self._template.encode_after(turn, between)
+    return context, ids
+
+  def _context(self, conversation, previous, i, parts, episode):
+    """Returns the ids between a turn and the turn before, or those of the prompt."""
+    if previous is None:
+      return self.tokenizer.encode_marked(parts.before)
+    j, earlier = previous
+    if parts.before.startswith(earlier.whole):
+      between = earlier.rest + parts.before[len(earlier.whole) :]
+      return self.tokenizer.encode_marked(between)
+    # The template shows earlier turns in another way, such as without their thoughts. The agent
+    # of a run reads its turns as it wrote them.
+    turn = episode.turns[-1].tokens.tolist()
+    messages = [_public(message) for message in conversation.messages[j + 1 : i]]
+    return self._template.encode_after(turn, messages, conversation.tools)
+
+  def _parts(self, conversation: Conversation, i: int) -> _Parts:
+    """Returns the text of the template around message i."""
+    messages = [_public(message) for message in conversation.messages[: i + 1]]
+    tools = conversation.tools
+    form = tool_calls.make_form(self.tool_form, tools)
+    text = functools.partial(self._template.text, tools=tools)
+    message = messages[i]
+    before = text(messages[:i], generation_prompt=True)
+    if tools and tools[0]['function']['name'] not in before:
+      messages = _declared(messages, form, tools)
+      message = messages[i]
+      before = text(messages[:i], generation_prompt=True)
+    thought = message.pop('reasoning_content', '')
+    if thought:
+      shows = thought.strip() in text([*messages[:i], {**message, 'reasoning_content': thought}])
+      if shows:
+        message['reasoning_content'] = thought
+      else:
+        message['content'] = f'<think>\n{thought}\n</think>\n\n{message["content"]}'
+    bare = text(messages[:i], generation_prompt=False)
+    whole = text(messages, generation_prompt=False)
+    calls = message.get('tool_calls', ())
+    if any(call['function']['name'] not in whole[len(bare) :] for call in calls):
+      messages[i] = message = _with_calls(message, form)
+      whole = text(messages, generation_prompt=False)
+    if not whole.startswith(bare) or not before.startswith(bare):
+      raise ValueError('the chat template shows earlier messages otherwise after a turn')
+    span = whole[len(bare) :]
+    header = before[len(bare) :]
+    if span.startswith(header):
+      turn, rest = self._split_end(span[len(header) :])
+      return _Parts(before, turn, rest, whole)
+    return self._after_prefill(message, bare, header, span, whole)
+
+  def _after_prefill(self, message, bare, header, span, whole):
+    """Returns the parts of a turn whose generation prompt opens a thought.
+
+    The template leaves the thought out of the turn, or the turn has none.
+    """
+    content = message['content']
+    thought, closing, answer = content.rpartition('</think>')
+    if closing:
+      answer = self.tokenizer.mark(answer.strip(), only_special=True)
+      start = span.rfind(answer)
+      if answer and start >= 0:
+        body = self.tokenizer.mark(thought.removeprefix('<think>').lstrip('\n'), only_special=True)
+        turn, rest = self._split_end(f'{body}</think>\n\n{span[start:]}')
+        return _Parts(bare + header, turn, rest, whole)
+    starts = [match.start() for match in self.tokenizer.any_added.finditer(header)]
+    shared = max((start for start in starts if span.startswith(header[:start])), default=0)
+    turn, rest = self._split_end(span[shared:])
+    return _Parts(bare + header[:shared], turn, rest, whole)
+
+  def _split_end(self, text: str) -> tuple[str, str]:
+    """Splits a text after the last token that ends a turn."""
+    end = 0
+    for i in self.tokenizer.eos_ids:
+      name = self.tokenizer.decode([i])
+      start = text.rfind(name) if name else -1
+      if start >= 0:
+        end = max(end, start + len(name))
+    if not end:
+      return text, ''
+    return text[:end], text[end:]
+
+
+def fitted(episode: types.Episode, longest: int) -> types.Episode | None:
+  """Returns an episode without its last turns, so that at most `longest` tokens are left.
+
+  None: not even the first turn fits.
+  """
+  turns = list(episode.turns)
+  while turns:
+    last = dataclasses.replace(turns[-1], observation=_array([]))
+    shorter = dataclasses.replace(episode, turns=[*turns[:-1], last])
+    if len(shorter.unroll()[0]) <= longest:
+      return shorter
+    turns.pop()
+  return None
+
+
+def _public(message):
+  """Returns the fields of a message that a template reads."""
+  return {name: value for name, value in message.items() if name != 'trained'}
+
+
+def _with_calls(message, form):
+  """Returns a message whose content has its calls."""
+  content = message['content']
+  for call in message.get('tool_calls', ()):
+    function = call['function']
+    content += form.write(tool_calls.Call(function['name'], function['arguments']))
+  return {'role': message['role'], 'content': content}
+
+
+def _declared(messages, form, tools):
+  """Returns messages whose first one of the user declares the tools, if there are tools."""
+  declaration = form.declare() if tools else ''
+  declared = []
+  for message in messages:
+    if declaration and message['role'] == 'user':
+      message = {**message, 'content': declaration + message['content']}
+      declaration = ''
+    declared.append(message)
+  return declared
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+  return np.array(ids, np.int32)

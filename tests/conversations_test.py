@@ -1,0 +1,312 @@
+"""Tests of stppo_jax.trajectories.conversations: which tokens of a conversation are imitated."""
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+import transformers
+
+from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax import types
+from stppo_jax.trajectories import conversations
+from tests.support import tiny_tokenizer
+
+# A template in the style of Qwen: tools, calls, and the blocks that transformers makes its mask of.
+_TEMPLATE = (
+    '{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    '{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n'
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    '</tool_call>{% endfor %}<|im_end|>{% endgeneration %}\n'
+    '{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}'
+    '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+# It shows thoughts of the last turn only, as Qwen3's does.
+_FORGETS = (
+    '{% for m in messages %}<|im_start|>{{ m.role }}\n'
+    "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1] }}"
+    '<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+# It opens the thought in the prompt and drops it from every turn, as that of R1-Distill does.
+_OPENS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim }}"
+    '<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n'
+    '{% endif %}'
+)
+_TOOL = {
+    'type': 'function',
+    'function': {
+        'name': 'search',
+        'parameters': {'type': 'object', 'properties': {'query': {'type': 'string'}}},
+    },
+}
+_CALL = {
+    'id': 'c1',
+    'type': 'function',
+    'function': {'name': 'search', 'arguments': '{"query": "capital of France"}'},
+}
+_MESSAGES = [
+    {'role': 'system', 'content': 'You are brief.'},
+    {'role': 'user', 'content': 'Question: which town is it?'},
+    {'role': 'assistant', 'content': None, 'tool_calls': [_CALL]},
+    {'role': 'tool', 'content': 'Paris is the <|im_end|> capital.', 'tool_call_id': 'c1'},
+    {'role': 'assistant', 'content': '<answer> Paris </answer>'},
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'And the river?'}]},
+    {'role': 'assistant', 'content': 'The Seine, <answer>b</answer>'},
+    {'role': 'user', 'content': 'Thanks.'},
+]
+_CALL_TEXT = (
+    '<tool_call>\n{"name": "search", "arguments": {"query": "capital of France"}}\n</tool_call>'
+)
+_TURNS = [_CALL_TEXT, '<answer> Paris </answer>', 'The Seine, <answer>b</answer>']
+
+
+class _Test(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = self.enterContext(tempfile.TemporaryDirectory())
+
+  def write(self, name, rows):
+    path = pathlib.Path(self.folder, name)
+    if name.endswith('.parquet'):
+      parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+      path.write_text('\n'.join(map(json.dumps, rows)), encoding='utf-8')
+    return path
+
+  def read(self, row, name='chats.jsonl', min_reward=0.5):
+    ((_, conversation),) = conversations.read(self.write(name, [row]), min_reward)
+    return conversation
+
+  def renderer(self, template, **settings):
+    tiny_tokenizer.write(self.folder, chat_template=template)
+    tokenizer = tokenizer_lib.load_tokenizer(self.folder)
+    return conversations.Renderer(tokenizer, **settings)
+
+  def turns(self, renderer, conversation):
+    """Returns (the text of all that is not imitated, texts of the turns)."""
+    episode = renderer.episode(conversation, 'x')
+    decode = renderer.tokenizer.decode
+    tokens, turn_ids, _ = episode.unroll()
+    return decode(tokens[turn_ids == 0]), [decode(turn.tokens) for turn in episode.turns]
+
+
+class MaskTest(_Test):
+
+  @parameterized.parameters((True,), (False,))
+  def test_tokens_and_mask_are_those_of_transformers(self, with_tools):
+    messages = [m for m in _MESSAGES[:-1] if '<|im_end|>' not in str(m['content'])]
+    row = {'messages': messages} | ({'tools': [_TOOL]} if with_tools else {})
+    renderer = self.renderer(_TEMPLATE)
+    conversation = self.read(row)
+    episode = renderer.episode(conversation, 'x')
+    library = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder)
+    plain = [{k: v for k, v in m.items() if k != 'trained'} for m in conversation.messages]
+    expected = library.apply_chat_template(
+        plain, tools=conversation.tools or None, return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokens, turn_ids, _ = episode.unroll()
+    mask = np.array(expected['assistant_masks'])
+    self.assertEqual(mask.sum(), sum(len(turn.tokens) for turn in episode.turns))
+    length = len(tokens)  # the template writes a line end after the last turn
+    np.testing.assert_array_equal(tokens, expected['input_ids'][:length])
+    np.testing.assert_array_equal(turn_ids > 0, mask[:length] > 0)
+
+  def test_turns_with_their_calls_are_imitated_and_nothing_else(self):
+    others, turns = self.turns(self.renderer(_TEMPLATE), self.read({'messages': _MESSAGES}))
+    self.assertEqual(turns, [f'{text}<|im_end|>' for text in _TURNS])
+    for text in ('You are brief.', 'which town', 'Paris is the <|im_end|> capital', 'the river'):
+      self.assertIn(text, others)
+    self.assertNotIn('Thanks', others)  # no turn follows it
+
+  def test_a_text_is_no_control_token(self):
+    renderer = self.renderer(_TEMPLATE)
+    episode = renderer.episode(self.read({'messages': _MESSAGES}), 'x')
+    (end,) = renderer.tokenizer.eos_ids
+    tokens, turn_ids, _ = episode.unroll()
+    self.assertEqual((tokens[turn_ids > 0] == end).sum(), 3)
+    self.assertEqual((tokens[turn_ids == 0] == end).sum(), 4)  # of the template, none of the page
+
+  def test_weight_zero_and_messages_of_a_prompt_are_not_imitated(self):
+    renderer = self.renderer(_TEMPLATE)
+    messages = [dict(message) for message in _MESSAGES]
+    messages[4]['weight'] = 0
+    others, turns = self.turns(renderer, self.read({'messages': messages}))
+    self.assertLen(turns, 2)
+    self.assertIn('<answer> Paris </answer>', others)
+    row = {'prompt': _MESSAGES[:5], 'completion': _MESSAGES[5:]}
+    others, turns = self.turns(renderer, self.read(row))
+    self.assertEqual(turns, [_TURNS[2] + '<|im_end|>'])
+    self.assertIn('<tool_call>', others)
+
+  def test_thoughts_of_earlier_turns_stay(self):
+    """A run never encodes a turn again, so its agent reads them."""
+    messages = [
+        {'role': 'user', 'content': 'a'},
+        {'role': 'assistant', 'content': '<think>one</think>b'},
+        {'role': 'user', 'content': 'c'},
+        {'role': 'assistant', 'content': 'd', 'reasoning_content': 'two'},
+    ]
+    others, turns = self.turns(self.renderer(_FORGETS), self.read({'messages': messages}))
+    self.assertEqual(
+        turns, ['<think>one</think>b<|im_end|>', '<think>\ntwo\n</think>\n\nd<|im_end|>']
+    )
+    self.assertEqual(
+        others,
+        '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
+        '\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n',
+    )
+
+  def test_a_prompt_that_opens_the_thought(self):
+    messages = [
+        {'role': 'user', 'content': 'a'},
+        {'role': 'assistant', 'content': '<think>\none\n</think>\n\nb'},
+    ]
+    others, turns = self.turns(self.renderer(_OPENS), self.read({'messages': messages}))
+    self.assertEndsWith(others, '<|im_start|>assistant\n<think>\n')
+    self.assertEqual(turns, ['one\n</think>\n\nb<|im_end|>'])
+
+  def test_without_a_template_texts_follow_each_other(self):
+    messages = [
+        {'role': 'user', 'content': 'Question: which town\n'},
+        {'role': 'assistant', 'content': '<search>a</search>'},
+        {'role': 'tool', 'content': '<information>b</information>'},
+        {'role': 'assistant', 'content': 'Paris'},
+    ]
+    renderer = self.renderer(None, stop_strings=('</search>',))
+    others, turns = self.turns(renderer, self.read({'messages': messages}))
+    self.assertEqual(others, 'Question: which town\n<information>b</information>')
+    self.assertEqual(turns, ['<search>a</search>', 'Paris<|im_end|>'])
+
+  def test_two_texts_are_no_chat(self):
+    others, turns = self.turns(
+        self.renderer(_TEMPLATE), self.read({'prompt': 'The sky is', 'completion': ' blue.'})
+    )
+    self.assertEqual((others, turns), ('The sky is', [' blue.<|im_end|>']))
+
+  def test_a_long_conversation_is_cut_after_a_whole_turn(self):
+    renderer = self.renderer(_TEMPLATE)
+    episode = renderer.episode(self.read({'messages': _MESSAGES}), 'x')
+    first = len(episode.prompt) + len(episode.turns[0].tokens)
+    cut = conversations.fitted(episode, len(episode.unroll()[0]) - 1)
+    self.assertLen(cut.turns, 2)
+    self.assertEqual(len(conversations.fitted(episode, first).unroll()[0]), first)
+    self.assertIsNone(conversations.fitted(episode, first - 1))
+
+
+class ReadTest(_Test):
+
+  def check(self, conversation):
+    turns = [m for m in conversation.messages if m.get('trained')]
+    self.assertLen(turns, 3)
+    function = turns[0]['tool_calls'][0]['function']
+    self.assertEqual(function, {'name': 'search', 'arguments': {'query': 'capital of France'}})
+    self.assertEqual(turns[2]['content'], 'The Seine, <answer>b</answer>')
+    self.assertEqual([m['role'] for m in conversation.messages[:2]], ['system', 'user'])
+
+  def test_openai(self):
+    conversation = self.read({'messages': _MESSAGES, 'tools': [_TOOL], 'split': 'dev'})
+    self.check(conversation)
+    self.assertEqual((conversation.tools, conversation.split), ([_TOOL], 'dev'))
+
+  def test_parquet_has_null_columns(self):
+    messages = [dict(message) for message in _MESSAGES]
+    messages[5]['content'] = 'And the river?'  # a column has one type
+    call = {
+        'id': None,
+        'type': None,
+        'function': {'name': 'search', 'arguments': {'query': 'capital of France', 'other': None}},
+    }
+    messages[2] = {'role': 'assistant', 'content': None, 'tool_calls': [call]}
+    tool = {**_TOOL, 'strict': None}
+    conversation = self.read({'messages': messages, 'tools': [tool]}, 'chats.parquet')
+    self.check(conversation)
+    self.assertEqual(conversation.tools, [_TOOL])
+
+  def test_json_texts(self):
+    row = {'messages': json.dumps(_MESSAGES), 'tools': json.dumps([_TOOL['function']])}
+    conversation = self.read(row)
+    self.check(conversation)
+    self.assertEqual(conversation.tools, [_TOOL])
+
+  def test_sharegpt(self):
+    turns = [
+        ('human', 'Question: which town is it?'),
+        ('function_call', '{"name": "search", "arguments": {"query": "capital of France"}}'),
+        ('observation', 'Paris is the capital.'),
+        ('gpt', 'It is Paris.'),
+        ('human', 'And the river?'),
+        ('gpt', 'The Seine, <answer>b</answer>'),
+    ]
+    conversation = self.read(
+        {
+            'conversations': [{'from': role, 'value': value} for role, value in turns],
+            'system': 'You are brief.',
+        }
+    )
+    self.check(conversation)
+
+  def test_results_of_verifiers(self):
+    flat = {'id': 'c1', 'name': 'search', 'arguments': '{"query": "capital of France"}'}
+    completion = [dict(message) for message in _MESSAGES[2:]]
+    completion[0]['tool_calls'] = [json.dumps(flat)]
+    row = {
+        'example_id': 0,
+        'prompt': _MESSAGES[:2],
+        'completion': completion,
+        'reward': 1.0,
+        'error': None,
+        'tool_defs': [_TOOL['function']],
+    }
+    conversation = self.read(row, 'results.jsonl')
+    self.check(conversation)
+    self.assertEqual(conversation.tools, [_TOOL])
+    self.assertEqual(self.read({**row, 'reward': 0.0}), 'a reward below 0.5')
+    self.assertEqual(self.read({**row, 'error': {'error': 'TimeoutError'}}), 'an error')
+
+  @parameterized.parameters(
+      ([{'role': 'user', 'content': 'q'}], 'no turn of the assistant'),
+      ([{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': ''}], 'no turn of the'),
+      ([{'role': 'assistant', 'content': 'a'}], 'no message before the first turn'),
+  )
+  def test_a_conversation_without_a_turn_is_left_out(self, messages, reason):
+    self.assertIn(reason, self.read({'messages': messages}))
+
+  @parameterized.named_parameters(
+      ('columns', {'text': 'x'}, 'no conversation in the columns text: messages, conversations'),
+      ('list', {'messages': []}, "column 'messages' is"),
+      ('role', {'messages': [{'role': 'narrator', 'content': 'x'}]}, "has the role 'narrator'"),
+      (
+          'image',
+          {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]},
+          "a content of type 'image_url'",
+      ),
+      ('number', {'messages': [{'role': 'user', 'content': 3}]}, 'has the content 3'),
+      (
+          'arguments',
+          {
+              'messages': [
+                  {
+                      'role': 'assistant',
+                      'tool_calls': [{'function': {'name': 'f', 'arguments': '{"a": '}}],
+                  }
+              ]
+          },
+          'has the arguments',
+      ),
+      ('call', {'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'has the call'),
+      ('tools', {'messages': _MESSAGES, 'tools': ['search']}, "column 'tools' has 'search'"),
+  )
+  def test_a_refusal_names_their_column(self, row, complaint):
+    with self.assertRaisesRegex(types.UserError, f'chats.jsonl:1: .*{complaint}'):
+      self.read(row)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,228 @@
+"""Tests of stppo_jax.training.imitation: `run.py sft`."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+import unittest
+
+from absl.testing import absltest
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import row_files
+from stppo_jax.models import decoder
+from stppo_jax.models import sharding
+from stppo_jax.rollout import prepare
+from stppo_jax.training import imitation
+from stppo_jax.training import loop
+from stppo_jax.training import sft
+from stppo_jax.training import state as state_lib
+from stppo_jax.types import UserError
+from tests.support import tiny_run
+
+_COLOURS = tiny_run.COLOURS
+
+
+def setUpModule():
+  global FOLDER
+  temporary = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(temporary.cleanup)
+  FOLDER = temporary.name
+  tiny_run.write(FOLDER)
+  rows = []
+  for i in range(24):
+    thing, colour = list(_COLOURS.items())[i % len(_COLOURS)]
+    rows.append(
+        {
+            'messages': [
+                {'role': 'user', 'content': f'Question {i}: Which colour has {thing}?\n'},
+                {'role': 'assistant', 'content': f'<search> {thing}</search>'},
+                {'role': 'tool', 'content': f'<information>{colour}</information>'},
+                {'role': 'assistant', 'content': f'<answer> {colour}</answer>'},
+            ],
+            'split': 'dev' if i >= 20 else 'train',
+        }
+    )
+  tiny_run.write_lines(os.path.join(FOLDER, 'chats.jsonl'), rows)
+
+
+def tearDownModule():
+  unittest.doModuleCleanups()  # pytest leaves that out
+
+
+def make_config(**values):
+  settings = {'sft__lr': 3e-3, 'sft__batch': 8, 'sft__epochs': 4, 'eval__every': 4}
+  config = tiny_run.make_config(FOLDER, **(settings | values))
+  config.data.source = os.path.join(FOLDER, 'chats.jsonl')
+  config.data = dataclasses.replace(
+      config.data,
+      **{name.removeprefix('data__'): value for name, value in values.items() if 'data__' in name},
+  )
+  return config
+
+
+class _Test(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(tiny_run.on_one_device())
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def records(self, workdir=None):
+    path = pathlib.Path(workdir or self.workdir, 'metrics.jsonl')
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+  def weights(self, workdir):
+    config = make_config()
+    config.model.folder = os.path.join(workdir, 'model')
+    return jax.device_get(prepare.load_policy(config)[1])
+
+
+class StartTest(_Test):
+
+  def test_held_out_loss_falls_and_a_stop_changes_no_number(self):
+    folder = imitation.start(make_config(), self.workdir)
+    self.assertEqual(folder, os.path.join(self.workdir, 'model'))
+    held_out = [r['sft/held_out_loss'] for r in self.records() if 'sft/held_out_loss' in r]
+    self.assertLen(held_out, 4)  # before the 10 steps, after 4, 8 and 10
+    self.assertLess(held_out[-1], held_out[0] - 0.2)
+    other = self.enterContext(tempfile.TemporaryDirectory())
+    polls = iter([False] * 3 + [True])
+    line = imitation.start(make_config(), other, lambda: next(polls))
+    self.assertRegex(line, 'stopped after 3 of 10 steps')
+    self.assertFalse(os.path.exists(os.path.join(other, 'model')))
+    imitation.start(make_config(), other)
+    self.assertEqual(self.records(other), self.records())
+    jax.tree.map(np.testing.assert_array_equal, self.weights(other), self.weights(self.workdir))
+
+  def test_an_interrupt_loses_only_steps_since_the_checkpoint(self):
+    polls = iter([False] * 5)
+
+    def interrupt():
+      if next(polls, None) is None:
+        raise KeyboardInterrupt
+      return False
+
+    config = make_config(train__checkpoint_every=2)
+    with self.assertRaises(KeyboardInterrupt):
+      imitation.start(config, self.workdir, interrupt)
+    with self.assertLogs('absl', 'INFO') as logs:
+      imitation.start(config, self.workdir)
+    self.assertIn('resumed after 4 of 10 steps', ''.join(logs.output))
+    steps = [r['step'] for r in self.records() if 'sft/loss' in r]
+    self.assertEqual(steps, [*range(1, 11)])
+
+  def test_another_config_or_other_conversations_do_not_resume(self):
+    imitation.start(make_config(sft__epochs=1), self.workdir)
+    with self.assertRaisesRegex(UserError, 'sft.lr .0.003 there, 0.1 here'):
+      imitation.start(make_config(sft__epochs=1, sft__lr=0.1), self.workdir)
+
+  def test_mistakes(self):
+    with self.assertRaisesRegex(UserError, '--config.data.source=FILE'):
+      imitation.start(make_config(data__source='embedded'), self.workdir)
+    path = os.path.join(self.workdir, 'qa.jsonl')
+    tiny_run.write_lines(path, [{'question': 'q', 'answers': ['a']}])
+    with self.assertRaisesRegex(UserError, 'qa.jsonl:1: no conversation in the columns question'):
+      imitation.start(make_config(data__source=path), self.workdir)
+    tiny_run.write_lines(path, [{'messages': [{'role': 'user', 'content': 'q'}]}])
+    with self.assertRaisesRegex(UserError, 'none of 1 conversations .*1 with no turn'):
+      imitation.start(make_config(data__source=path), self.workdir)
+
+  def test_adapters_are_merged_into_the_folder(self):
+    imitation.start(make_config(model__lora_rank=2, sft__epochs=1), self.workdir)
+    before = prepare.load_policy(make_config())[1]
+    after = self.weights(self.workdir)
+    change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), jax.device_get(before), after)
+    self.assertEqual(change['embed']['embedding'], 0)
+    self.assertGreater(max(jax.tree.leaves(change)), 0)
+
+
+class PoolsTest(_Test):
+
+  def test_splits_lengths_and_counts(self):
+    with self.assertLogs('absl', 'INFO') as logs:
+      pools = imitation.load_pools(make_config())
+    self.assertEqual(tuple(map(len, pools)), (20, 4))
+    self.assertIn('24 of 24 conversations with 48 turns', logs.output[-1])
+    longest = max(len(row.tokens) for row in pools.train)
+    config = make_config(train__length_buckets=(longest - 8,))
+    with self.assertLogs('absl', 'INFO') as logs:
+      pools = imitation.load_pools(config)
+    self.assertRegex(logs.output[-1], r'cut after their last turn within \d+ tokens: [1-9]')
+    self.assertLessEqual(max(len(row.tokens) for row in pools.train), longest - 8)
+
+  def test_a_share_is_held_out_without_a_split(self):
+    config = make_config(data__eval_split='other', sft__held_out=0.25)
+    self.assertEqual(tuple(map(len, imitation.load_pools(config))), (18, 6))
+    again = imitation.load_pools(config)
+    np.testing.assert_array_equal(again[1][0].tokens, imitation.load_pools(config)[1][0].tokens)
+
+
+class TrainerTest(_Test):
+
+  def trainer(self, micro_batch, buckets):
+    config = decoder.ModelConfig(
+        vocab_size=16,
+        d_model=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        d_ff=32,
+        scan_layers=False,
+    )
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    optimizer = sft.make_optimizer(1e-2, 10)
+    trainer = imitation.Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
+    return trainer, decoder.init(jax.random.key(0), config)
+
+  def pool(self):
+    rng = np.random.default_rng(0)
+    rows = []
+    for length in (3, 5, 6, 8, 2):
+      weights = (rng.random(length) < 0.6).astype(np.float32)
+      weights[-1] = 1
+      weights[0] = 0
+      rows.append(sft.Demonstration(rng.integers(0, 16, length).astype(np.int32), weights))
+    return rows
+
+  def test_packed_loss_is_that_of_single_rows(self):
+    trainer, params = self.trainer(2, (8, 16))
+    alone = [sft.pad([row], (8,)) for row in self.pool()]
+    expected = sft.loss(params, trainer.model, alone)
+    self.assertAlmostEqual(trainer.loss(params, self.pool(), 3), expected, places=5)
+
+  def test_bins_do_not_change_a_step(self):
+    results = []
+    for micro_batch, buckets in ((1, (8,)), (2, (8, 16)), (4, (32,))):
+      trainer, params = self.trainer(micro_batch, buckets)
+      state, loss = trainer.step(trainer.init(params), trainer.rows(self.pool(), 6))
+      results.append((loss, jax.device_get(state['actor'])))
+    for loss, actor in results[1:]:
+      self.assertAlmostEqual(loss, results[0][0], places=5)
+      close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
+      jax.tree.map(close, actor, results[0][1])
+
+
+@pytest.mark.slow
+class RunTest(_Test):
+
+  def test_a_run_starts_from_the_folder_and_its_episodes_are_imitated(self):
+    folder = imitation.start(make_config(), self.workdir)
+    config = tiny_run.make_config(FOLDER, train__updates=1)
+    config.model.folder = folder
+    run = os.path.join(self.workdir, 'rl')
+    loop.start(config, run)
+    source = os.path.join(run, 'episodes')
+    row_files.log_once.cache_clear()
+    config = make_config(data__source=source, sft__min_reward=-1.0, sft__epochs=1)
+    imitation.start(config, os.path.join(self.workdir, 'again'))
+    with self.assertRaisesRegex(UserError, 'with a score below 2'):
+      imitation.load_pools(make_config(data__source=source, sft__min_reward=2.0))
+
+
+if __name__ == '__main__':
+  absltest.main()
