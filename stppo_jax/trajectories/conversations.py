@@ -291,8 +291,8 @@ class Renderer:
     if parts.before.startswith(earlier.whole):
       between = earlier.rest + parts.before[len(earlier.whole) :]
       return self.tokenizer.encode_marked(between)
-    # The template shows earlier turns in another way, such as without their thoughts. The agent
-    # of a run reads its turns as it wrote them.
+    # The template shows earlier turns in another way, such as without their thoughts. In a run the
+    # agent reads its turns as it wrote them.
     turn = episode.turns[-1].tokens.tolist()
     messages = [_public(message) for message in conversation.messages[j + 1 : i]]
     return self._template.encode_after(turn, messages, conversation.tools)
