@@ -131,7 +131,7 @@ def resolve(config: Config) -> Components:
         f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
     )
   takes_reward = 'reward' in kind.settings or isinstance(kind.make, program.Program)
-  if ':' in env.reward and not takes_reward:
+  if env.reward != type(env)().reward and not takes_reward:
     raise UserError(
         f'config.env.reward={env.reward!r}: {env.kind} scores by itself, its constructor has no '
         '`reward`: leave it out'

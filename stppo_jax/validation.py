@@ -85,6 +85,11 @@ def has_critic(config: Config, variant: Variant) -> bool:
   return variant.needs_critic and config.model.critic == 'separate'
 
 
+def has_shared_critic(config: Config, variant: Variant) -> bool:
+  """Returns whether the critic is a second head on the policy's trunk."""
+  return variant.needs_critic and config.model.critic == 'shared'
+
+
 def _has_schedule(optimizer: Any) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
@@ -258,7 +263,7 @@ def _check_engine(config: Config) -> None:
         f'{given}: engines do not report the experts that they chose: set '
         '--config.rollout.routing_replay=old_policy'
     )
-  if rollout.engine_kind == 'sglang' and _is_cut(config):
+  if rollout.engine_kind == 'sglang' and is_cut(config):
     raise UserError(
         f'{given}: SGLang reports log-probs without top_k and top_p: set '
         '--config.rollout.top_k=0 --config.rollout.top_p=1, or take vLLM'
@@ -269,7 +274,7 @@ def _check_engine(config: Config) -> None:
     )
 
 
-def _is_cut(config: Config) -> bool:
+def is_cut(config: Config) -> bool:
   """Returns whether tokens are sampled from a part of the vocabulary."""
   return config.rollout.top_k > 0 or config.rollout.top_p < 1
 
@@ -365,6 +370,45 @@ def _check_allocation(config: Config) -> None:
         f'{given}: config.rollout.max_group={rollout.max_group} must be at least group_size='
         f'{rollout.group_size}, the mean size of a group: raise it'
     )
+  _check_allocation_acts(config, first_rows)
+
+
+def _check_allocation_acts(config: Config, first_rows: int) -> None:
+  """Checks that some scores give groups of unequal size, see `allocation.Allocation`."""
+  rollout = config.rollout
+  given = f'config.rollout.allocation={rollout.allocation!r}'
+  if config.train.episodes == rollout.group_size:
+    raise UserError(
+        f'{given} moves episodes between questions, and config.train.episodes='
+        f'{config.train.episodes} is one group: set it to even'
+    )
+
+  def acts(first_rows):
+    return _largest_wish(rollout.allocation, first_rows) > rollout.group_size - first_rows
+
+  second = rollout.group_size - first_rows
+  if rollout.max_group == rollout.group_size:
+    raise UserError(
+        f'{given}: with config.rollout.max_group={rollout.max_group}, the mean size of a group, no '
+        'question can get more: raise it'
+    )
+  if acts(first_rows):
+    return
+  larger = [rows for rows in range(first_rows + 1, rollout.group_size) if acts(rows)]
+  way_out = f'first_rows={larger[0]}' if larger else 'group_size=4 --config.rollout.first_rows=3'
+  raise UserError(
+      f'{given} would do nothing: after config.rollout.first_rows={first_rows} a question that was '
+      f'never solved gets no more than the {second} further episodes that every question gets: '
+      f'set --config.rollout.{way_out}'
+  )
+
+
+def _largest_wish(rule: str, first_rows: int) -> int:
+  """Returns `allocation.wanted_rows` of a question that was never solved: a = 1 / (2 N) there."""
+  total = first_rows**2
+  if rule == 'dars_et':
+    total = math.ceil(first_rows**3 / (2 * first_rows - 1))
+  return total - first_rows
 
 
 def check_variant(config: Config, variant: Variant) -> None:
@@ -377,7 +421,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   rollout = config.rollout
   name = config.algorithm.variant
   sees_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  if _is_cut(config) and not sees_sampler:
+  if is_cut(config) and not sees_sampler:
     raise UserError(
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
         "that is sampled from, which only a ratio to the sampler's log-probs reflects: set top_p=1 "
@@ -443,7 +487,7 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
         'choose another variant'
     )
-  if _is_cut(config):
+  if is_cut(config):
     raise UserError(
         f'config.rollout.top_p={config.rollout.top_p:g}, top_k={config.rollout.top_k}: the '
         'log-probs of a teacher are those of the uncut distribution: set top_p=1 and top_k=0'
@@ -502,10 +546,10 @@ def _check_value_bins(config: Config, variant: Variant) -> None:
 
 def _check_kl(config: Config, variant: Variant) -> None:
   """Checks the KL penalty and its adaptive weight."""
-  if variant.kl_in == 'loss' and variant.kl_estimator == 'k1':
+  if variant.kl_in == 'loss' and variant.kl_estimator == 'k1' and not variant.kl_ratio:
     raise UserError(
         "config.algorithm.kl_estimator='k1' in the loss has a gradient that does not depend on the "
-        'reference: set --config.algorithm.kl_estimator=k3, or --config.algorithm.kl_in=reward'
+        'reference: set --config.algorithm.kl_ratio=True, or --config.algorithm.kl_estimator=k3'
     )
   if variant.kl_target and not variant.kl_coef:
     raise UserError(
@@ -550,6 +594,11 @@ def _check_ratio(config: Config, variant: Variant) -> None:
         f'config.algorithm.surrogate={variant.surrogate!r} bounds the change of a '
         f"token's probability, and ratio={variant.described()['ratio']!r} has none: set "
         '--config.algorithm.ratio=token'
+    )
+  if variant.whiten and variant.surrogate == 'square':
+    raise UserError(
+        "config.algorithm.whiten=True would standardise the targets of surrogate='square', which "
+        'regresses the log-ratio on the advantage: set --config.algorithm.whiten=False'
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
@@ -657,6 +706,12 @@ def _check_objective(config: Config, variant: Variant) -> None:
           f'config.algorithm.{column}={value!r} acts on the surrogate of a token, and '
           f'objective={name!r} has none: set --config.algorithm.{column}={neutral}'
       )
+  if name == 'rover' and variant.old_logp == 'sampler':
+    raise UserError(
+        "config.algorithm.old_logp='sampler': objective='rover' compares with the values of the "
+        "trainer's policy before the update, and the ratio would start from another policy: set "
+        '--config.algorithm.old_logp=trainer'
+    )
   group_size = config.rollout.group_size
   if config.train.mini_batch % group_size:
     raise UserError(

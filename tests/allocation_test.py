@@ -1,6 +1,7 @@
 """DARS: more episodes for hard questions, in a batch of fixed size."""
 
 import collections
+import contextlib
 import json
 
 from absl.testing import absltest
@@ -130,11 +131,31 @@ class BatchTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'scores between 0 and 1.*0 to 2'):
       batches.sample({}, 1, 0)
 
+  @parameterized.product(rule=('dars_et', 'dars_hw'), group_size=tuple(range(3, 10)))
+  def test_settings_that_pass_can_act(self, rule, group_size):
+    """Of four questions one is never solved: its group grows if, and only if, the config passes."""
+    for first_rows in range(2, group_size):
+      config = schema.Config()
+      config.rollout = schema.RolloutSettings(
+          allocation=rule, group_size=group_size, first_rows=first_rows
+      )
+      config.train.episodes = config.train.mini_batch = config.train.micro_batch = 4 * group_size
+      dealt = allocation.Allocation(rule, first_rows, 4 * group_size)
+      rows = dealt.extra_rows([0.0, 1.0, 1.0, 1.0], 4 * (group_size - first_rows))
+      context = contextlib.nullcontext()
+      if len(set(rows)) == 1:
+        context = self.assertRaisesRegex(types.UserError, 'would do nothing')
+      with context:
+        validation.validate(config)
+
   @parameterized.parameters(
       (dict(group_size=2), 'first_rows=1 must be at least 2'),
       (dict(first_rows=8), 'below group_size=8'),
       (dict(replay='folder'), 'samples nothing'),
       (dict(max_group=4), 'max_group=4 must be at least group_size=8'),
+      (dict(max_group=8), 'max_group=8, the mean size of a group, no question can get more'),
+      (dict(group_size=4), 'would do nothing.*--config.rollout.first_rows=3'),
+      (dict(group_size=512), 'episodes=512 is one group'),
       (dict(max_num_gen_batches=2), 'max_num_gen_batches=1'),
       (dict(demonstrations='a:b'), 'leave out config.rollout.demonstrations'),
   )

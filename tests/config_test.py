@@ -130,7 +130,10 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.dual_clip': 0.5}, ('dual_clip=0.5', 'above 1', '0 for off')),
       ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
       ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
-      ({'algorithm.kl_in': 'loss'}, ("kl_estimator='k1'", 'kl_estimator=k3')),
+      (
+          {'algorithm.kl_in': 'loss', 'algorithm.kl_ratio': False},
+          ("kl_estimator='k1'", 'kl_ratio=True', 'kl_estimator=k3'),
+      ),
       ({'algorithm.mask_zero_advantage': True}, ('mask_zero_advantage=True', 'kl_in=none')),
       ({'algorithm.mask_zero_advantage': True, 'algorithm.kl_in': 'none'}, ('whiten=False',)),
       (

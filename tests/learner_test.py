@@ -115,6 +115,9 @@ def fractions(batch, variant):
 
 SPPO = {'algorithm.variant': 'sppo', 'rollout.group_size': 4}
 P3O = {'algorithm.variant': 'p3o', 'rollout.group_size': 4}
+DPO = {'algorithm.variant': 'dpo', 'rollout.group_size': 4}
+ROVER = {'algorithm.variant': 'rover', 'rollout.group_size': 4}
+DISTILLATION = {'algorithm.variant': 'distillation', 'teacher.folder': 'a'}
 OWN_OBJECTIVE = P3O | {'algorithm.objective': 'own_rl:objective'}
 
 
@@ -210,6 +213,8 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.variant': 'own_rl:NO_RATIO'}, ('surrogate that needs a ratio', 'ratio=token')),
       ({'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.critic_warmup': 1}, ('rloo',)),
       ({'model.critic': 'shared', 'train.critic_warmup': 2}, ('critic_warmup=2', 'trunk')),
+      (ROVER | {'algorithm.old_logp': 'sampler'}, ("old_logp='sampler'", 'old_logp=trainer')),
+      (SPPO | {'algorithm.whiten': True}, ("surrogate='square'", 'whiten=False')),
       ({'model.critic': 'shared', 'model.critic_folder': 'a'}, ("critic_folder='a'", 'separate')),
   )
   def test_contradictions_are_refused_in_one_line(self, values, words):
@@ -275,7 +280,13 @@ class MakeVariantTest(parameterized.TestCase):
     self.refused(*words, **values)
 
   @parameterized.parameters(
-      ({'pipeline.staleness': 1}, ('staleness=1', 'older policy', 'rollout_is=turn')),
+      ({'pipeline.staleness': 1}, ('staleness=1', 'older policy', 'old_logp=sampler')),
+      (
+          {'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.mini_batch': 512}
+          | {'pipeline.staleness': 1},
+          ('set --config.algorithm.rollout_is=turn',),
+      ),
+      (ROVER | {'pipeline.staleness': 1}, ('set --config.pipeline.staleness=0',)),
       ({'pipeline.staleness': 1, 'algorithm.rollout_is': 'token'}, ()),
       ({'pipeline.staleness': 1, 'algorithm.rollout_rs': 'sequence'}, ()),
       ({'pipeline.staleness': 1, 'algorithm.old_logp': 'sampler'}, ()),
@@ -295,6 +306,41 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.rollout_is_threshold': 3.0, 'algorithm.rollout_is': 'turn'}, ()),
       ({'algorithm.variant': 'ppo', 'algorithm.norm_of': 'loss'}, ('without a divisor',)),
       ({'algorithm.kl_in': 'none', 'algorithm.kl_coef': 0.1}, ('kl_coef has no effect',)),
+      ({'algorithm.kl_in': 'none', 'algorithm.kl_estimator': 'k3'}, ('kl_estimator has no',)),
+      ({'algorithm.kl_in': 'none', 'algorithm.kl_target': 0.1}, ('kl_target has no effect',)),
+      ({'algorithm.kl_ratio': True}, ('kl_ratio has no effect without kl_in=loss',)),
+      (DPO | {'algorithm.aggregation': 'token-mean'}, ('aggregation has no effect',)),
+      (DPO | {'algorithm.norm_length': 9}, ('norm_length has no effect',)),
+      (DPO | {'algorithm.aggregation': 'token-mean', 'algorithm.entropy_coef': 0.1}, ()),
+      (DISTILLATION | {'algorithm.whiten': True}, ('whiten has no effect',)),
+      (DISTILLATION | {'algorithm.gamma': 0.9}, ('gamma has no effect',)),
+      ({'algorithm.value_coef': 0.1}, ('value_coef has no effect without model.critic=shared',)),
+      ({'rollout.first_rows': 3}, ('rollout.first_rows has no effect without rollout.alloc',)),
+      ({'rollout.max_group': 9}, ('rollout.max_group has no effect',)),
+      ({'rollout.demonstrated': 2}, ('rollout.demonstrated has no effect without rollout.dem',)),
+      ({'rollout.demonstrate_every': 2}, ('rollout.demonstrate_every has no effect',)),
+      ({'rollout.engine_kind': 'sglang'}, ('rollout.engine_kind has no effect',)),
+      ({'teacher.coef': 0.5}, ('teacher.coef has no effect without teacher.folder',)),
+      (SPPO | {'model.critic_folder': 'a'}, ('critic_folder has no effect without a critic',)),
+      (SPPO | {'placement.critic': 'host'}, ('placement.critic has no effect',)),
+      (SPPO | {'placement.reference': 'host'}, ('placement.reference has no effect',)),
+      ({'model.lora_alpha': 8.0}, ('model.lora_alpha has no effect without model.lora_rank',)),
+      ({'retriever.encoder': 'e5'}, ('retriever.encoder has no effect',)),
+      ({'retriever.timeout_s': 1.0}, ('retriever.timeout_s has no effect',)),
+      ({'retriever.kind': 'http', 'data.corpus': 'a'}, ('data.corpus has no effect',)),
+      ({'env.tool_max_chars': 9}, ('env.tool_max_chars has no effect without env.tools',)),
+      ({'serve.on_crash': 'zero'}, ('serve.on_crash has no effect',)),
+      ({'log.tracker': 'trackio'}, ('log.tracker has no effect without log.project',)),
+      ({'rollout.routing_replay': 'old_policy'}, ('routing_replay has no effect',)),
+      (
+          {'rollout.replay': 'folder', 'pipeline.staleness': 1},
+          ('pipeline.staleness has no effect without sampling',),
+      ),
+      (
+          {'rollout.top_p': 0.8, 'algorithm.old_logp': 'sampler'},
+          ('top_p=0.8, top_k=0', 'starts below 1', 'rollout.top_p=1', 'temperature'),
+      ),
+      ({'rollout.top_k': 5, 'algorithm.old_logp': 'sampler'}, ('top_k=5', 'rollout.top_k=0')),
       (
           {'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.lam': 0.9},
           ('lam has no effect without a critic',),

@@ -98,6 +98,62 @@ class SurrogateTest(chex.TestCase):
     self.assertTrue(outside.any())
 
 
+class KlPenaltyTest(parameterized.TestCase):
+  """Mean gradients of the KL penalty over all tokens of a softmax of three."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    self.logits = jnp.array([0.4, -0.3, 0.9])
+    self.old_logits = jnp.array([1.0, -0.8, -0.2])
+    self.ref_logp = jax.nn.log_softmax(jnp.array([1.5, 0.2, -1.0]))
+
+  def mean_gradient(self, estimator, sampler_logits, has_ratio):
+    """The mean over the sampler's tokens of the derivative times grad logp."""
+    sampler_logp = jax.nn.log_softmax(sampler_logits)
+    logp, pull = jax.vjp(jax.nn.log_softmax, self.logits)
+    given = sampler_logp if has_ratio else None
+    _, derivative = losses.kl_penalty(logp, self.ref_logp, estimator, given)
+    return pull(jnp.exp(sampler_logp) * derivative)[0]
+
+  def exact(self, is_reversed=False):
+    def divergence(logits):
+      logp = jax.nn.log_softmax(logits)
+      if is_reversed:
+        return jnp.sum(jnp.exp(self.ref_logp) * (self.ref_logp - logp))
+      return jnp.sum(jnp.exp(logp) * (logp - self.ref_logp))
+
+    return jax.grad(divergence)(self.logits)
+
+  @parameterized.product(estimator=losses.KL_ESTIMATORS, is_on_policy=(True, False))
+  def test_with_the_ratio_it_is_the_kl_s(self, estimator, is_on_policy):
+    sampler = self.logits if is_on_policy else self.old_logits
+    got = self.mean_gradient(estimator, sampler, True)
+    np.testing.assert_allclose(got, self.exact(), rtol=1e-12, atol=1e-14)
+
+  def test_without_it_each_estimator_pulls_elsewhere(self):
+    plain = {k: self.mean_gradient(k, self.logits, False) for k in losses.KL_ESTIMATORS}
+    np.testing.assert_allclose(plain['k1'], 0, atol=1e-12)
+    np.testing.assert_allclose(plain['k2'], self.exact(), rtol=1e-12)
+    np.testing.assert_allclose(plain['k3'], self.exact(is_reversed=True), rtol=1e-12)
+    stale = self.mean_gradient('k2', self.old_logits, False)
+    self.assertGreater(np.abs(stale - self.exact()).max(), 0.05)
+
+  def test_the_bound_of_k3_does_not_turn_the_gradient(self):
+    """A token at e^-9 of the reference has the value 10, and is still pulled up: w k1 = -9."""
+    logp = jnp.array([-10.0, -10.0])
+    reference = jnp.array([-1.0, -1.0])
+    value, derivative = losses.kl_penalty(logp, reference, 'k3', logp - jnp.array([0, np.log(2)]))
+    np.testing.assert_allclose(value, [10, 20])
+    np.testing.assert_allclose(derivative, [-9, -18])
+
+  def test_a_wrong_log_prob_of_a_sampler_is_bounded(self):
+    value, derivative = losses.kl_penalty(
+        jnp.array(-1.0), jnp.array(-2.0), 'k2', jnp.array(-9999.0)
+    )
+    np.testing.assert_allclose([value, derivative], [50, 100])  # 100 k2, 100 k1
+
+
 class AggregationTest(chex.TestCase):
 
   def setUp(self):

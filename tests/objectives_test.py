@@ -446,17 +446,36 @@ class StepTest(parameterized.TestCase):
     _, together = run_step(spec, sharding.make_mesh(*shape))
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
-  def test_without_a_pair_the_policy_stays(self):
-    spec = update_test.make_spec('apo')
+  @parameterized.parameters(
+      ('apo', {}, True),
+      ('grpo', dict(kl_in='none', entropy_coef=0.0), True),
+      ('apo', dict(entropy_coef=0.01), False),
+  )
+  def test_without_a_signal_the_policy_stays(self, name, options, stays):
+    """The second step has equal scores everywhere, and Adam has moments from the first."""
+    adam, schedule = train_state.make_optimizer(0.01, 0, weight_decay=0.1)
+    spec = update_test.make_spec(name, **options)
+    spec = dataclasses.replace(spec, actor_optimizer=adam, actor_lr=schedule)
     mesh = update_test.one_device()
     functions = update_test.functions_of(spec, mesh)
-    batch = jax.device_put(update_test.make_batch(seed=SEED), sharding.rows(mesh))
-    batch = batch.replace(rewards=jnp.zeros_like(batch.rewards))
-    batch = update_test.annotate(functions, spec, update_test.make_state(spec, mesh), batch)
-    _, batch, _ = functions.with_advantages(update_test.make_state(spec, mesh), batch)
-    state, metrics, _ = update_test.step(functions, spec, update_test.make_state(spec, mesh), batch)
-    chex.assert_trees_all_equal(state.actor, update_test.first_state(spec, mesh).actor)
-    self.assertEqual(metrics['actor/skipped'], 0)
+    state = update_test.make_state(spec, mesh)
+    rows = jax.device_put(update_test.make_batch(seed=SEED), sharding.rows(mesh))
+    measured = []
+    for factor in (1, 0):
+      batch = rows.replace(rewards=factor * rows.rewards)
+      batch = update_test.annotate(functions, spec, state, batch)
+      state, batch, _ = functions.with_advantages(state, batch)
+      before = jax.device_get(state)
+      state, metrics, _ = jax.device_get(update_test.step(functions, spec, state, batch))
+      measured.append(metrics)
+    self.assertGreater(measured[0]['stppo/step_norm'], 0)
+    self.assertEqual(measured[1]['stppo/step_norm'] == 0, stays)
+    self.assertEqual(measured[1]['actor/skipped'], 0)
+    if stays:
+      chex.assert_trees_all_equal(state.actor, before.actor)
+      chex.assert_trees_all_equal(state.actor_opt, before.actor_opt)
+    if spec.variant.compares_rows:
+      self.assertEqual([metrics['stppo/pairs'] for metrics in measured], [2, 0])
 
   def test_the_losses_of_roles_add_up(self):
     spec = update_test.make_spec('apo')

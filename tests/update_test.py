@@ -464,7 +464,7 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_close(divided, expected, rtol=1e-3, atol=1e-7)
 
   def test_the_effective_share_scales_the_step(self):
-    """VCPO: the root of ESS / B multiplies the step, with what a divisor makes of it."""
+    """VCPO: the root of ESS / B multiplies the step, and not the factor of the division."""
     mesh, seen = one_device(), {}
     for scale, divide in (('none', 'before_clip'), ('ess', 'before_clip'), ('ess', 'step')):
       spec = make_spec('st_ppo', step_scale=scale, divide=divide)
@@ -475,8 +475,14 @@ class UpdateTest(parameterized.TestCase):
     share = plain['stppo/ess_share']
     self.assertBetween(share, 0.1, 0.95)
     for metrics in (scaled, seen['ess', 'step']):  # descent is linear: either order is the same
-      for name in ('stppo/step_norm', 'stppo/applied_factor'):
-        np.testing.assert_allclose(metrics[name], plain[name] * share**0.5, rtol=1e-4)
+      np.testing.assert_allclose(metrics['stppo/step_scale'], share**0.5, rtol=1e-4)
+      np.testing.assert_allclose(
+          metrics['stppo/step_norm'], plain['stppo/step_norm'] * share**0.5, rtol=1e-4
+      )
+      np.testing.assert_allclose(
+          metrics['stppo/applied_factor'], plain['stppo/applied_factor'], rtol=1e-4
+      )
+    self.assertNotIn('stppo/step_scale', plain)
 
   def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
@@ -539,7 +545,12 @@ class UpdateTest(parameterized.TestCase):
   def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
     """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
     spec = make_spec(
-        'ppo', kl_in='loss', kl_estimator='k1', log_bias=False, aggregation='seq-mean-token-sum'
+        'ppo',
+        kl_in='loss',
+        kl_estimator='k1',
+        kl_ratio=False,
+        log_bias=False,
+        aggregation='seq-mean-token-sum',
     )
     mesh = one_device()
     state = make_state(spec, mesh)

@@ -29,6 +29,7 @@ AGGREGATIONS = (
 )
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
 MAX_K3 = 10.0  # per token, as in verl
+MAX_KL_RATIO = 100.0
 DPPO_MAX_RATIO = 20.0  # as in verl
 
 
@@ -98,6 +99,46 @@ def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
     k3 = jnp.expm1(-k1) + k1
     return jnp.minimum(k3, MAX_K3)
   raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
+
+
+def kl_penalty(
+    logp: jax.Array, ref_logp: jax.Array, estimator: str, sampler_logp: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the KL penalty of each token, and its derivative with respect to logp, both [B,T].
+
+  A token x is sampled from mu, and sampler_logp is log mu(x). With the ratio w = pi(x) / mu(x) the
+  penalty is w k. Its mean over mu has the gradient of KL(policy || reference), on- and off-policy:
+
+    k1  d(w k1)    = w (k1 + 1)      the 1 adds noise, whose mean is 0
+    k2  sg(w) d k2 = w k1
+    k3  d(w k3)    = w k1
+
+  Without `sampler_logp` it is k, whose gradient is that of KL(reference || policy) for k3 and 0 for
+  k1 on-policy (arXiv 2512.21852). k2 has the gradient of KL(policy || reference) on-policy.
+  Choice: the ratio is that of single tokens to the policy that sampled them, whatever `ratio` and
+  `old_logp` the surrogate has. A penalty of tokens is an expectation over the next token, and the
+  ratio of a turn or sequence would multiply it by the ratios of other tokens. A ratio to the
+  trainer's old_logp would leave out the age of the batch.
+  Choice: w is a constant for k2, because w k2 with its whole gradient has another mean.
+  Choice: the bound of k3's value does not bound its derivative with the ratio, w k1. Otherwise a
+  token far below the reference would be pushed further down.
+  Choice: w is at most 100, so that a wrong log-prob of a sampler cannot dominate a step.
+  """
+  if sampler_logp is None:
+
+    def kl_of(logp):
+      return kl(logp, ref_logp, estimator)
+
+    value, pull = jax.vjp(kl_of, logp)
+    (derivative,) = pull(jnp.ones_like(value))
+    return value, derivative
+  chex.assert_equal_shape([logp, ref_logp, sampler_logp])
+  log_ratio = segments.bounded(logp - sampler_logp)
+  ratio = jnp.minimum(jnp.exp(log_ratio), MAX_KL_RATIO)
+  score = logp - ref_logp
+  if estimator == 'k1':
+    score += 1
+  return ratio * kl(logp, ref_logp, estimator), ratio * score
 
 
 def adaptive_kl(

@@ -51,7 +51,8 @@ class RowCotangents(NamedTuple):
 
   outputs: TokenOutputs  # d(-J)/d outputs, [b,T]
   # 'ratio' and 'clipped' [b,T]. 'row_losses' [b] are the terms of -J by row. 'pg_loss' is -J, and
-  # 'clipped_objective' is 0, because no clipping bias is computed.
+  # 'clipped_objective' is 0, because no clipping bias is computed. 'num_pairs' is the number of
+  # groups whose scores differ.
   numbers: dict[str, jax.Array]
 
 
@@ -90,6 +91,7 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
       'row_losses': -row_values,
       'pg_loss': loss,
       'clipped_objective': jnp.zeros(()),
+      'num_pairs': best_and_worst(batch).is_counted.sum(),
   }
   return RowCotangents(d_outputs, numbers)
 

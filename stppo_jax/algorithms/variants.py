@@ -117,6 +117,9 @@ class Variant:
       'reward', 'where the KL penalty to the reference is added',
       allowed=('reward', 'loss', 'none'))
   kl_estimator: str = setting('k1', 'estimator of the KL penalty', allowed=losses.KL_ESTIMATORS)
+  kl_ratio: bool = setting(
+      True, "with kl_in='loss': multiply the KL of a token by its ratio to the policy that sampled "
+      'it, so that the gradient is that of KL(policy || reference), see losses.kl_penalty')
   kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
   kl_target: float = setting(
       0.0, 'above 0 the weight adapts towards this KL per token, usually 0.1', at_least=0)
@@ -342,6 +345,7 @@ VARIANTS = {
         aggregation='token-mean',
         mask_zero_advantage=True,
         entropy_coef=0.0,
+        kl_ratio=False,
         **KL_IN_LOSS,
     ),
     # arXiv 2507.15351. Its fleet is a group here.

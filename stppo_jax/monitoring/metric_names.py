@@ -77,6 +77,10 @@ GROUPS: dict[str, dict[str, str]] = {
             "Mean of old_logp - teacher_logp over the agent's tokens: KL to the teacher, per token."
         ),
         'stppo/ref_kl': 'KL to the reference, per token (`kl_in=loss`).',
+        'stppo/pairs': (
+            'Groups of an optimizer step whose scores differ, for an objective that compares '
+            'episodes. A step without any leaves the policy where it is.'
+        ),
     },
     'Clipping bias and step': {
         'stppo/grad_norm': "||g||: norm of the actor's gradient, before division and clip.",
@@ -93,6 +97,7 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         'stppo/applied_factor_{max,min}': 'The largest and the smallest of these factors.',
         'stppo/applied_factor_step<n>': 'This factor in optimizer step n of the update.',
+        'stppo/step_scale': 'The factor of `algorithm.step_scale`, which multiplies the step.',
         'stppo/step_norm': 'Norm of the change of the parameters by one optimizer step.',
     },
     'Ratios': {

@@ -160,6 +160,8 @@ def step_summary(
   The losses of the roles (role/<name>/pg_loss) add up to that of all.
   """
   metrics = _step_metrics(spec, batch, weights, tokens)
+  if 'num_pairs' in tokens:
+    metrics['stppo/pairs'] = tokens['num_pairs']
   if weights.imitation is not None:
     has_demonstrations = weights.imitation.any()
     imitation_loss = jnp.where(has_demonstrations, tokens['imitation_loss'], jnp.nan)

@@ -11,6 +11,7 @@ import functools
 import typing
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 
@@ -394,7 +395,10 @@ def make_spec(
   critic = None
   if critic_model is not None:
     critic = dataclasses.replace(critic_model, attention=backend)
-  routing_replay = config.rollout.routing_replay if model.num_experts else 'none'
+  routing_replay = config.rollout.routing_replay
+  if routing_replay != 'none' and not model.num_experts:
+    routing_replay = 'none'
+    logging.warning('config.rollout.routing_replay has no effect without a mixture of experts')
   objective.warn_of_settings(config, variant)
   steps_per_update = train.epochs * train.episodes // train.mini_batch
   num_updates = train.schedule_updates or train.updates

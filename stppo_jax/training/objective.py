@@ -35,9 +35,21 @@ def _reads_beta(variant: variants.Variant) -> bool:
   return variant.surrogate == 'square'
 
 
+def _aggregates(variant: variants.Variant) -> bool:
+  """Returns whether the weights of tokens are read: the loss of pairs is a mean over pairs."""
+  is_of_pairs = variant.compares_rows and variant.objective != 'rover'
+  is_built_in = isinstance(variant.objective, str)
+  has_penalty = variant.kl_in == 'loss' or variant.entropy_coef != 0
+  return has_penalty or not (is_of_pairs and is_built_in)
+
+
 # Columns that change nothing without another setting, and whether a variant has that one.
 _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
-    ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
+    (
+        'gamma',
+        'an advantage that discounts',
+        lambda v: not v.needs_groups and v.advantage != 'none',
+    ),
     ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
     ('lam_critic value_clip value_loss', 'a critic', lambda v: v.needs_critic),
     (
@@ -51,7 +63,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
         'surrogate=square or an objective of pairs',
         lambda v: _reads_beta(v) or _has_function(v),
     ),
-    ('ratio surrogate', 'objective=surrogate', lambda v: not v.compares_rows),
+    ('ratio surrogate min_advantage', 'objective=surrogate', lambda v: not v.compares_rows),
     (
         'alpha',
         'objective=tdpo or rover',
@@ -60,21 +72,87 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     ('divisor', 'a clipped ratio', lambda v: _clips(v) or v.divisor == 'none'),
     ('chunk_length', 'ratio=chunk', lambda v: v.ratio == 'chunk' or callable(v.ratio)),
     ('divide norm_of', 'a divisor', lambda v: v.divisor != 'none'),
+    ('whiten score_norm', 'an advantage of the reward', lambda v: v.advantage != 'none'),
     ('whiten_over', 'whiten=True', lambda v: v.whiten),
+    ('aggregation', 'a loss that is a mean over tokens', _aggregates),
     (
         'norm_length',
         'aggregation=seq-mean-token-sum-norm',
-        lambda v: v.aggregation == 'seq-mean-token-sum-norm',
+        lambda v: v.aggregation == 'seq-mean-token-sum-norm' and _aggregates(v),
     ),
     ('score_clip', 'score_norm=scale or normalise', lambda v: v.score_norm != 'none'),
-    ('kl_coef', 'kl_in=reward or loss', lambda v: v.kl_in != 'none'),
-    ('kl_horizon', 'kl_target', lambda v: v.kl_target > 0),
+    ('kl_coef kl_estimator kl_target', 'kl_in=reward or loss', lambda v: v.kl_in != 'none'),
+    ('kl_ratio', 'kl_in=loss', lambda v: v.kl_in == 'loss'),
+    ('kl_horizon', 'kl_target', lambda v: v.kl_target > 0 and v.kl_in != 'none'),
     (
         'rollout_is_threshold rollout_is_low rollout_is_normalize',
         'rollout_is',
         lambda v: v.rollout_is != 'none',
     ),
     ('rollout_rs_low rollout_rs_high', 'rollout_rs', lambda v: v.rollout_rs != 'none'),
+)
+
+# Settings of other sections that change nothing without another setting, and whether it is there.
+_NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...] = (
+    (
+        'rollout.first_rows rollout.max_group',
+        'rollout.allocation=dars_et or dars_hw',
+        lambda c, v: c.rollout.allocation != 'even',
+    ),
+    (
+        'rollout.demonstrated rollout.demonstrate_every',
+        'rollout.demonstrations',
+        lambda c, v: bool(c.rollout.demonstrations),
+    ),
+    (
+        'rollout.engine_kind rollout.engine_folder rollout.engine_push rollout.engine_gap '
+        'rollout.engine_timeout_s rollout.engine_outage_s',
+        'rollout.engine',
+        lambda c, v: bool(c.rollout.engine),
+    ),
+    (
+        'pipeline.staleness rollout.max_num_gen_batches',
+        'sampling: rollout.replay trains on saved batches',
+        lambda c, v: not c.rollout.replay,
+    ),
+    (
+        'teacher.coef',
+        'teacher.folder or teacher.address',
+        lambda c, v: bool(c.teacher.folder or c.teacher.address),
+    ),
+    ('model.critic model.critic_folder', 'a critic', lambda c, v: v.needs_critic),
+    ('algorithm.value_coef', 'model.critic=shared', validation.has_shared_critic),
+    ('placement.critic', 'a separate critic', validation.has_critic),
+    (
+        'placement.reference',
+        'a reference or a teacher in a folder',
+        lambda c, v: v.needs_reference or bool(c.teacher.folder),
+    ),
+    ('model.lora_alpha model.lora_targets', 'model.lora_rank', lambda c, v: c.model.lora_rank > 0),
+    (
+        'retriever.encoder retriever.embeddings retriever.device',
+        'retriever.kind=dense or hybrid',
+        lambda c, v: c.retriever.kind in ('dense', 'hybrid') or ':' in c.retriever.kind,
+    ),
+    (
+        'retriever.url retriever.dialect retriever.concurrency retriever.max_queries '
+        'retriever.timeout_s retriever.retries retriever.backoff_s',
+        'retriever.kind=http',
+        lambda c, v: c.retriever.kind == 'http' or ':' in c.retriever.kind,
+    ),
+    (
+        'data.corpus',
+        'a retriever in this process',
+        lambda c, v: c.retriever.kind not in ('http', 'none'),
+    ),
+    ('env.tool_timeout_s env.tool_max_chars', 'env.tools', lambda c, v: bool(c.env.tools)),
+    (
+        'serve.agent_timeout_s serve.on_crash',
+        'env.kind=gateway:..',
+        lambda c, v: c.env.kind.startswith('gateway:'),
+    ),
+    ('log.tracker', 'log.project', lambda c, v: bool(c.log.project)),
+    ('log.episodes_every', 'log.episodes=True', lambda c, v: c.log.episodes),
 )
 
 
@@ -89,7 +167,7 @@ def make_variant(config: Config) -> Variant:
     )
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
   is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
-  has_ratio = variant.ratio != 'none'
+  has_ratio = variant.ratio != 'none' and variant.objective != 'rover'  # see validation
   if config.rollout.engine and algorithm.old_logp is None and has_ratio and not is_corrected:
     # Choice: the study's rule for stale batches is the default wherever another program samples.
     if variant.old_logp != 'sampler':
@@ -168,6 +246,12 @@ def warn_of_settings(config: Config, variant: Variant) -> None:
     for column in columns.split():
       if getattr(config.algorithm, column) is not None and not has_needed(variant):
         logging.warning('config.algorithm.%s has no effect without %s', column, needed)
+  defaults = Config()
+  for paths, needed, is_there in _NEEDED_SETTINGS:
+    for path in paths.split():
+      is_set = validation.get(config, path) != validation.get(defaults, path)
+      if is_set and not is_there(config, variant):
+        logging.warning('config.%s has no effect without %s', path, needed)
   steps_per_update = train.epochs * train.episodes // train.mini_batch
   if variant.ratio == 'none' and steps_per_update > 1:
     logging.warning(
@@ -186,13 +270,33 @@ def warn_of_settings(config: Config, variant: Variant) -> None:
     )
   is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
   starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
+  samples_ahead = config.pipeline.staleness and not config.rollout.replay
+  if samples_ahead and not (is_corrected or starts_at_sampler):
+    way_out = '--config.algorithm.rollout_is=turn'
+    if variant.compares_rows:
+      way_out = '--config.pipeline.staleness=0'
+    elif variant.ratio != 'none':
+      way_out = (
+          '--config.algorithm.old_logp=sampler (docs/study.md has what it prevents), or '
+          '--config.algorithm.rollout_is=turn'
+      )
     logging.warning(
         'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
-        "the current one's: set --config.algorithm.old_logp=sampler (docs/study.md has what it "
-        'prevents), or --config.algorithm.rollout_is=turn',
+        "the current one's: set %s",
         config.pipeline.staleness,
         name,
+        way_out,
+    )
+  if validation.is_cut(config):
+    logging.warning(
+        'config.rollout.top_p=%g, top_k=%d: the log-probs of the sampler are those of the cut '
+        'distribution, and the log-probs of the trainer are those of the whole one. Every ratio '
+        'starts below 1, at the probability of the tokens that are kept (at least top_p), so part '
+        'of the clip is used up before the first step. Set --config.rollout.top_p=1 '
+        '--config.rollout.top_k=0, and lower rollout.temperature for less random turns: both sides '
+        'use it',
+        config.rollout.top_p,
+        config.rollout.top_k,
     )
   if variant.needs_critic and config.model.critic == 'shared':
     logging.warning(

@@ -418,13 +418,19 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
     bias = _sum_bias(inputs, tokens['bias'])
   batch = inputs.batch
   metrics = diagnostics.step_summary(spec, batch, inputs.weights, tokens)
-  ess_share = metrics['stppo/ess_share']
-  divided, division_metrics = _divide(inputs, grads, bias, tokens, ess_share)
+  divided, division_metrics = _divide(inputs, grads, bias, tokens)
   metrics |= division_metrics
+  step_scale: jax.Array | float = 1.0
+  if spec.variant.step_scale != 'none':
+    step_scale = off_policy.STEP_SCALES[spec.variant.step_scale](metrics['stppo/ess_share'])
+    metrics['stppo/step_scale'] = step_scale
   if spec.has_values:
     metrics['critic/grad_norm'] = correction.norm(grads['value'])
   is_finite = diagnostics.is_finite(metrics)
-  state, applied_metrics = _apply(inputs, divided, grads, is_finite)
+  # A clipped token has no gradient, and still tells how far the policy is to go.
+  is_clipped = tokens['clipped'] & (inputs.weights.policy != 0)
+  has_signal = (tokens['num_signals'] > 0) | is_clipped.any()
+  state, applied_metrics = _apply(inputs, divided, grads, is_finite, has_signal, step_scale)
   metrics |= applied_metrics
   logged_tokens = {}
   logged_tokens['ratio'] = tokens['ratio']
@@ -461,6 +467,7 @@ def _sum_gradients(inputs, row_cotangents=None):
     tokens['logp'] = layout.unpack(outputs.logp)
     tokens['entropy'] = layout.unpack(outputs.entropy)
     d_tokens, sums = _policy_cotangents(inputs, layout, tokens, row_cotangents)
+    sums['num_signals'] = sum(jnp.sum(x != 0) for x in d_tokens.values())
     d_outputs = jax.tree.map(layout.pack, d_tokens)
     grads = {}
     d_outputs = zeros._replace(**d_outputs)
@@ -519,13 +526,11 @@ def _policy_cotangents(inputs, layout, tokens, row_cotangents):
     if row_cotangents.outputs.reference_kl is not None:
       cotangents['reference_kl'] = row_cotangents.outputs.reference_kl * is_here
   if variant.kl_in == 'loss':
-
-    def kl_of(logp):
-      return losses.kl(logp, batch.ref_logp, variant.kl_estimator)
-
-    kl, pull_kl = jax.vjp(kl_of, tokens['logp'])
-    (d_logp_of_kl,) = pull_kl(inputs.state.kl_coef * weights)
-    d_logp += d_logp_of_kl
+    sampler_logp = None
+    if variant.kl_ratio:
+      sampler_logp = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
+    kl, d_kl = losses.kl_penalty(tokens['logp'], batch.ref_logp, variant.kl_estimator, sampler_logp)
+    d_logp += inputs.state.kl_coef * weights * d_kl
     tokens['kl'] = kl * is_here
   if inputs.weights.imitation is not None:
     imitation_weights = inputs.weights.imitation * is_here
@@ -571,7 +576,7 @@ def _sum_bias(inputs, cotangent):
   return inputs.sum_micro_batches(one_micro_batch, packing)
 
 
-def _divide(inputs, grads, bias, tokens, ess_share):
+def _divide(inputs, grads, bias, tokens):
   """Divides the actor's gradient g by a function of ||C||: returns (DividedGradient, metrics).
 
   Choice: the divisor divides the actor's whole gradient, with its entropy, KL and imitation terms,
@@ -601,23 +606,22 @@ def _divide(inputs, grads, bias, tokens, ess_share):
   metrics['stppo/entering_factor'] = divided.norms['factor']
   if variant.divisor == 'none':
     divided = divided._replace(undivided=None)
-  if variant.step_scale != 'none':
-    scale = off_policy.STEP_SCALES[variant.step_scale](ess_share)
-    divided = divided._replace(step_divisor=divided.step_divisor / scale)
   return divided, metrics
 
 
-def _apply(inputs, divided, grads, is_finite):
-  """Runs the optimizers. If something is not finite, only counts the step."""
+def _apply(inputs, divided, grads, is_finite, has_signal, step_scale):
+  """Runs the optimizers. If something is not finite, only counts the step.
+
+  Choice: an actor whose loss has no gradient at any token (`has_signal`) stays where it is. The
+  optimizer's moments and its weight decay alone would move it, and the batch says nothing: no
+  token counts, no group has a pair, or all advantages are 0 without an entropy bonus and a KL.
+  """
   spec = inputs.spec
   state = inputs.state
-  # Without tokens to train on, the optimizer's moments alone would move the parameters.
   has_tokens = is_finite & inputs.weights.mask.any()
-  train_actor = has_tokens
-  if not spec.shared_trunk:
-    train_actor &= (inputs.weights.token != 0).any()
-  if inputs.weights.imitation is not None and spec.variant.imitation:
-    train_actor |= is_finite & inputs.weights.imitation.any()
+  train_actor = is_finite & has_signal
+  if spec.shared_trunk:
+    train_actor |= has_tokens  # the value loss moves the trunk
   train_actor &= state.step >= spec.critic_warmup
   actor = optimize(
       spec.actor_optimizer,
@@ -627,6 +631,7 @@ def _apply(inputs, divided, grads, is_finite):
       train_actor,
       divided.step_divisor,
       divided.undivided,
+      step_scale,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
   next_step = state.step + 1
@@ -667,22 +672,25 @@ def optimize(
     take: jax.Array,
     step_divisor: jax.Array | float = 1.0,
     undivided: dict | None = None,
+    step_scale: jax.Array | float = 1.0,
 ) -> Applied:
   """Returns parameters and optimizer state after one step, or unchanged if `take` [] is false.
 
-  `step_divisor` divides the step. `factor` is the norm of the step, divided by the norm of the step
-  without the division. The same optimizer state makes this other step of the gradient `undivided`
-  (None: `gradient`). The factor is 1 if nothing is divided, or if the other step is 0.
+  `step_divisor` divides the step, and `step_scale` multiplies it. `factor` is the norm of the step,
+  divided by the norm of the step without the division. The same optimizer state makes this other
+  step of the gradient `undivided` (None: `gradient`), with the same scale. The factor is 1 if
+  nothing is divided, or if the other step is 0.
   """
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
   undivided_step = step
   if undivided is not None:
     undivided_step, _ = optimizer.update(undivided, opt_state, params)
-  divide = lambda x: x / step_divisor
+  divisor = step_divisor / step_scale
+  divide = lambda x: x / divisor
   step = jax.tree.map(divide, step)
   norm = optax.tree.norm(step)
-  undivided_norm = optax.tree.norm(undivided_step)
+  undivided_norm = optax.tree.norm(undivided_step) * step_scale
   is_positive = undivided_norm > 0
   share = norm / jnp.where(is_positive, undivided_norm, 1)
   factor = jnp.where(is_positive, share, 1)
