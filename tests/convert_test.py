@@ -40,6 +40,59 @@ from tests.support import reference_models
 
 ROOT = pathlib.Path(__file__).parent.parent
 REFERENCES = reference_models.FOLDER
+# What config.json of published models holds besides token ids and versions.
+_COMMON = {'hidden_act': 'silu', 'attention_dropout': 0.0, 'initializer_range': 0.02}
+_QWEN = _COMMON | {'rms_norm_eps': 1e-6, 'rope_theta': 1e6, 'use_sliding_window': False}
+_LLAMA = _COMMON | {'model_type': 'llama', 'pretraining_tp': 1, 'rms_norm_eps': 1e-5}
+_LLAMA3_SCALING = {
+    'factor': 8.0,
+    'high_freq_factor': 4.0,
+    'low_freq_factor': 1.0,
+    'original_max_position_embeddings': 8192,
+    'rope_type': 'llama3',
+}
+
+
+def _sizes(d_model, d_ff, layers, heads, kv_heads, vocab, positions):
+  return {
+      'hidden_size': d_model,
+      'intermediate_size': d_ff,
+      'num_hidden_layers': layers,
+      'num_attention_heads': heads,
+      'num_key_value_heads': kv_heads,
+      'vocab_size': vocab,
+      'max_position_embeddings': positions,
+  }
+
+
+PUBLISHED = (
+    _QWEN
+    | _sizes(3584, 18944, 28, 28, 4, 152_064, 32_768)
+    | {'model_type': 'qwen2', 'max_window_layers': 28, 'sliding_window': 131_072},
+    _QWEN
+    | _sizes(896, 4864, 24, 14, 2, 151_936, 32_768)
+    | {'model_type': 'qwen2', 'max_window_layers': 21, 'sliding_window': 32_768, 'use_mrope': False}
+    | {'tie_word_embeddings': True},
+    _QWEN
+    | _sizes(4096, 12288, 36, 32, 8, 151_936, 40_960)
+    | {'model_type': 'qwen3', 'max_window_layers': 36, 'sliding_window': None, 'head_dim': 128}
+    | {'attention_bias': False, 'rope_scaling': None},
+    _QWEN
+    | _sizes(2048, 6144, 48, 32, 4, 151_936, 40_960)
+    | {'model_type': 'qwen3_moe', 'max_window_layers': 48, 'sliding_window': None, 'head_dim': 128}
+    | {'attention_bias': False, 'decoder_sparse_step': 1, 'mlp_only_layers': []}
+    | {'moe_intermediate_size': 768, 'norm_topk_prob': True, 'num_experts': 128}
+    | {'num_experts_per_tok': 8, 'output_router_logits': False, 'router_aux_loss_coef': 0.001},
+    _LLAMA | _sizes(4096, 11008, 32, 32, 32, 32_000, 4096) | {'rope_scaling': None},
+    _LLAMA
+    | _sizes(4096, 14336, 32, 32, 8, 128_256, 131_072)
+    | {'attention_bias': False, 'mlp_bias': False, 'rope_theta': 5e5}
+    | {'rope_scaling': _LLAMA3_SCALING},
+    _LLAMA
+    | _sizes(576, 1536, 30, 9, 3, 49_152, 8192)
+    | {'is_llama_config': True, 'rope_interleaved': False, 'tie_word_embeddings': True}
+    | {'rope_theta': 100_000},
+)
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -552,10 +605,63 @@ class RefusalTest(parameterized.TestCase):
       ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
       ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, 'remove the one that does not hold'),
       ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor is missing'),
+      ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor = 0.5'),
+      ({'rope_parameters': {'rope_theta': 1e4, 'partial_rotary_factor': 0.5}}, 'of whole heads'),
+      ({'rope_parameters': {'full_attention': {'rope_theta': 1e6}}}, 'in all layers'),
+      ({'layer_types': ['full_attention', 'sliding_attention']}, 'layer_types = '),
+      ({'layer_types': ['chunked_attention'] * 2}, 'layer_types = '),
+      ({'no_rope_layers': [1, 0]}, 'no_rope_layers = [1, 0]'),
+      ({'no_rope_layer_interval': 4}, 'no_rope_layer_interval = 4'),
+      ({'model_type': 'llama', 'sliding_window': 9}, 'sliding_window = 9'),
+      ({'clip_qkv': 8.0}, 'clip_qkv = 8.0'),
+      ({'final_logit_softcapping': 30.0}, 'final_logit_softcapping = 30.0'),
+      ({'attn_logit_softcapping': 50.0}, 'attn_logit_softcapping = 50.0'),
+      ({'logits_scaling': 8.0}, 'logits_scaling = 8.0'),
+      ({'embedding_multiplier': 12.0}, 'embedding_multiplier = 12.0'),
+      ({'residual_multiplier': 0.22}, 'residual_multiplier = 0.22'),
+      ({'attention_multiplier': 1.0}, 'the scale of attention 1;'),
+      ({'query_pre_attn_scalar': 1024}, 'query_pre_attn_scalar'),
+      ({'is_causal': False}, 'is_causal = False is not supported; allowed: True'),
+      ({'num_local_experts': 8}, 'num_local_experts = 8'),
+      ({'dual_chunk_attention_config': {'chunk_size': 9}}, 'local_size is missing'),
   )
   def test_config(self, changes, message):
     self.edit_config(**changes)
     self.refuses('config.json', message)
+
+  @parameterized.parameters(
+      {'partial_rotary_factor': 1.0, 'clip_qkv': None, 'logits_scaling': 1.0},
+      {'layer_types': ['full_attention'] * 2, 'no_rope_layers': [1, 1]},
+      {'sliding_window': 32768, 'use_sliding_window': False, 'max_window_layers': 1},
+      {'final_logit_softcapping': None, 'attention_multiplier': 'of the head'},
+      {'rope_parameters': {'rope_theta': 1e4, 'mrope_section': [1], 'partial_rotary_factor': 1}},
+  )
+  def test_settings_that_change_nothing_load(self, **changes):
+    expected = hf_config.load(self.folder)
+    if 'attention_multiplier' in changes:
+      changes = changes | {'attention_multiplier': expected.head_dim**-0.5}
+    self.edit_config(**changes)
+    self.assertEqual(hf_config.load(self.folder).num_layers, expected.num_layers)
+
+  def test_dual_chunk_attention_ends_at_its_first_chunk(self):
+    """Qwen2.5-7B-Instruct-1M: 262,144 - 8,192 positions are those of plain attention."""
+    chunks = {
+        'chunk_size': 262_144,
+        'local_size': 8_192,
+        'original_max_position_embeddings': 262_144,
+    }
+    self.edit_config(max_position_embeddings=1_010_000, dual_chunk_attention_config=chunks)
+    self.assertEqual(hf_config.load(self.folder).max_positions, 253_952)
+
+  @parameterized.parameters(*PUBLISHED)
+  def test_published_configs_load(self, **raw):
+    """Each also loads as transformers writes it, with its own defaults filled in."""
+    (self.folder / 'config.json').write_text(json.dumps(raw))
+    expected = hf_config.load(self.folder)
+    config_class = getattr(transformers, hf_config.FAMILIES[raw['model_type']] + 'Config')
+    config_class(**raw).save_pretrained(self.folder)
+    got = hf_config.load(self.folder)
+    self.assertEqual(got, expected)
 
   @parameterized.parameters(
       ({'num_key_value_heads': 3}, 'num_key_value_heads = 3 does not divide num_attention_heads'),

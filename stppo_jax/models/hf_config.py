@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import shutil
 from typing import Any
@@ -16,6 +17,45 @@ from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
+# Settings that change a model, and the values that change nothing in this decoder. Configs of other
+# families have them, and so have models that carry the name of a family and are changed.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    'hidden_act': ('silu',),
+    'hidden_activation': ('silu',),
+    'use_sliding_window': (False,),
+    'attention_chunk_size': (),
+    'attention_bias': (False,),
+    'mlp_bias': (False,),
+    'quantization_config': (),
+    'clip_qkv': (),
+    'is_causal': (True,),
+    'use_bidirectional_attention': (False,),
+    'alibi': (False,),
+    'partial_rotary_factor': (1,),
+    'rotary_pct': (1,),
+    'rope_interleaved': (False,),
+    'rope_local_base_freq': (),
+    'use_qk_norm': (False,),
+    'qk_norm': (False,),
+    'qk_layernorm': (False,),
+    'parallel_attn': (False,),
+    'use_parallel_residual': (False,),
+    'logits_scaling': (1,),
+    'logit_scale': (1,),
+    'embedding_multiplier': (1,),
+    'residual_multiplier': (1,),
+    'scale_emb': (1,),
+    'scale_depth': (),
+    'dim_model_base': (),
+    'num_experts': (0, 1),
+    'num_local_experts': (0, 1),
+    'n_shared_experts': (0,),
+    'shared_expert_intermediate_size': (0,),
+    'routed_scaling_factor': (1,),
+    'scoring_func': ('softmax',),
+    'n_group': (1,),
+    'topk_group': (1,),
+}
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 # The keys of ModelConfig.rope_scaling in config.json.
 _LLAMA3_SCALING = (
@@ -94,6 +134,7 @@ def load(
   num_kv_heads = number('num_key_value_heads', num_heads if family == 'llama' else None)
   head_dim = number('head_dim', 128 if family == 'qwen3' else d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
+  _check_scales(path, raw, head_dim)
   rope_theta, rope_scaling = _rope(path, raw)
   if family == 'qwen3_moe':
     feed_forward = _experts(path, raw)
@@ -118,7 +159,7 @@ def load(
       value_labels=value_labels,
       dtype=dtype,
       param_dtype=param_dtype,
-      max_positions=number('max_position_embeddings', 32_768),
+      max_positions=_positions(path, raw),
   )
 
 
@@ -336,21 +377,78 @@ def _check_bins(path, raw, value_labels):
 
 
 def _check_supported(path, raw):
-  """Raises UserError for settings that the decoder does not implement."""
-  unsupported = {
-      'use_sliding_window': bool(raw.get('use_sliding_window')),
-      'attention_bias': bool(raw.get('attention_bias')) and raw.get('model_type') != 'llama',
-      'mlp_bias': bool(raw.get('mlp_bias')),
-      'quantization_config': raw.get('quantization_config') is not None,
-      'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
-  }
-  for name, is_unsupported in unsupported.items():
-    if is_unsupported:
-      allowed = "'silu'" if name == 'hidden_act' else 'none'
+  """Raises UserError for settings that change the model, and that the decoder does not have.
+
+  A setting that is absent or null changes nothing.
+  """
+  family = raw['model_type']
+  allowed_values = dict(_NEUTRAL)
+  if family == 'llama':
+    allowed_values['attention_bias'] = (False, True)
+  if family in ('qwen3', 'qwen3_moe'):
+    allowed_values |= dict.fromkeys(('use_qk_norm', 'qk_norm', 'qk_layernorm'), (True,))
+  if family == 'qwen3_moe':
+    del allowed_values['num_experts'], allowed_values['num_local_experts']
+  for name in raw:
+    if name.endswith(('_softcapping', '_softcap')):
+      allowed_values[name] = (0,)
+  for name, values in allowed_values.items():
+    if raw.get(name) is not None and raw[name] not in values:
+      allowed = ', '.join(map(repr, values)) or 'none'
       raise UserError(
           f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
           'choose another model'
       )
+  _check_layers(path, raw)
+
+
+def _check_layers(path, raw):
+  """Raises UserError for layers without rotary positions, or with a window of attention."""
+  name = ''
+  layer_types = raw.get('layer_types') or ['full_attention']
+  rotary_layers = raw.get('no_rope_layers')  # 1: the layer has rotary positions
+  if layer_types != ['full_attention'] * len(layer_types):
+    name = 'layer_types'
+  elif rotary_layers and rotary_layers != [1] * len(rotary_layers):
+    name = 'no_rope_layers'
+  elif raw.get('no_rope_layer_interval') and not rotary_layers:
+    name = 'no_rope_layer_interval'
+  elif raw['model_type'] == 'llama' and raw.get('sliding_window') is not None:
+    # The other families have use_sliding_window, and many of them a window that is off.
+    if _number(path, raw, 'sliding_window') < _number(path, raw, 'max_position_embeddings', 2048):
+      name = 'sliding_window'
+  if name:
+    raise UserError(
+        f'{path}: {name} = {raw[name]!r} is not supported; allowed: full attention with rotary '
+        'positions in every layer; choose another model'
+    )
+
+
+def _check_scales(path, raw, head_dim):
+  """Raises UserError for attention with another scale than 1 / sqrt(head_dim)."""
+  number = functools.partial(_number, path, raw, kind=float)
+  scale = number('attention_multiplier', head_dim**-0.5)
+  scale *= (number('query_pre_attn_scalar', head_dim) / head_dim) ** -0.5
+  if not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+    raise UserError(
+        f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
+        f'{scale:g}; allowed: 1 / sqrt(head_dim) = {head_dim**-0.5:g}; choose another model'
+    )
+
+
+def _positions(path, raw):
+  """Returns the longest row. Beyond the first chunk, dual chunk attention is another model."""
+  positions = _number(path, raw, 'max_position_embeddings', 32_768)
+  chunks = raw.get('dual_chunk_attention_config')
+  if chunks is None:
+    return positions
+  if not isinstance(chunks, dict):
+    raise UserError(
+        f'{path}: dual_chunk_attention_config = {chunks!r} is not an object; download it again'
+    )
+  number = functools.partial(_number, path, chunks)
+  first_chunk = number('chunk_size') - number('local_size')
+  return min(positions, first_chunk, number('original_max_position_embeddings', positions))
 
 
 def _check_heads(path, raw, num_heads, num_kv_heads, head_dim):
@@ -406,6 +504,13 @@ def _rope(path, raw):
     rope = raw.get(name) or {}
     if not isinstance(rope, dict):
       raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
+    for key, value in rope.items():
+      is_partial = key == 'partial_rotary_factor' and value not in (None, 1)
+      if is_partial or isinstance(value, dict):
+        raise UserError(
+            f'{path}: {name} has {key} = {value!r}, which is not supported; allowed: one rotation '
+            'of whole heads in all layers; choose another model'
+        )
     if rope:
       renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
       forms.append(defaults | renamed)

@@ -207,7 +207,7 @@ def _check_positions(config, model, field):
   if config.rollout.max_total > model.max_positions:
     raise UserError(
         f'config.rollout.max_total={config.rollout.max_total}: the model of config.{field} has '
-        f'{model.max_positions} positions (max_position_embeddings): set max_total and the last of '
+        f'{model.max_positions} positions (config.json): set max_total and the last of '
         'train.length_buckets to at most that'
     )
 
