@@ -293,6 +293,9 @@ class TeacherSettings(Section):
       resume_allowed=True, needs_trust=True)
   model: str = setting('', 'name of the model at that address', resume_allowed=True)
   coef: float = setting(1.0, "weight of the teacher's advantages", above=0)
+  max_outage_s: float = setting(
+      3600.0, 'seconds without an answer from the server, after which the run saves and stops',
+      at_least=0, resume_safe=True)
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ import http.server
 import json
 import math
 import os
+import socket
 import tempfile
 import threading
 from unittest import mock
@@ -16,11 +17,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.algorithms import distillation
 from stppo_jax.algorithms import variants
+from stppo_jax.distributed import http_client
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import timing
@@ -175,6 +178,38 @@ class RunTest(parameterized.TestCase):
       for expected, got in zip(rows, served):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-3, atol=1e-6, err_msg=name)
 
+  @pytest.mark.slow
+  def test_a_stop_while_the_teacher_scores_repeats_the_batch(self):
+    """Also where the batch was sampled ahead, by parameters that are gone at the resumption."""
+    tokenizer = prepare.load_tokenizer(self.make_config())
+    server = self.enterContext(recorded_server())
+    server.tokens = tokenizer.encode(teacher_lib._PROBE)
+    values = {'train.updates': 3, 'teacher.folder': '', 'pipeline.staleness': 1}
+    values |= {'teacher.address': server.address, 'teacher.model': 'large'}
+    expected = self.train('whole', **values)
+
+    in_update_2 = 2 + (len(server.bodies) - 2) // 3 + 1  # two requests are those of the check
+    server.bodies.clear()
+    stopping = threading.Event()
+    released = threading.Event()
+    score = server.score
+
+    def score_or_freeze(tokens):
+      if len(server.bodies) >= in_update_2 and not released.is_set():
+        stopping.set()
+        released.wait(60)
+      return score(tokens)
+
+    server.score = score_or_freeze
+    config = self.make_config(**values | {'train.checkpoint_every': 0, 'eval.every': 0})
+    loop.start(config, os.path.join(self.folder, 'stopped'), stopping.is_set)
+    self.assertTrue(stopping.is_set())
+    released.set()
+    got = self.train('stopped', **values)
+    self.assertLen(got, 3)
+    for name in ('actor/teacher_kl', 'actor/pg_loss', 'stppo/grad_norm', 'pipeline/staleness'):
+      self.assertEqual([row[name] for row in got], [row[name] for row in expected], name)
+
   def test_other_tokenizer_is_refused(self):
     path = os.path.join(self.teacher, 'tokenizer.json')
     with open(path, encoding='utf-8') as file:
@@ -234,8 +269,11 @@ class Recorded(http.server.BaseHTTPRequestHandler):
       entry = {'logprob': float(x), 'rank': 1, 'decoded_token': '?'}
       scored.append({str(token): entry})
     scored = scored[: self.server.most]
+    status = self.server.status
+    if len(tokens) + body['max_tokens'] > self.server.context:
+      status = 400
     answer = json.dumps({'choices': [{'index': 0, 'text': 'x', 'prompt_logprobs': scored}]})
-    self.send_response(self.server.status)
+    self.send_response(status)
     self.end_headers()
     self.wfile.write(answer.encode())
 
@@ -247,6 +285,7 @@ class Recorded(http.server.BaseHTTPRequestHandler):
 def recorded_server():
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Recorded)
   server.tokens, server.bodies, server.most, server.status = [], [], None, 200
+  server.context = 1_000_000
   server.score = lambda tokens: [-token / 100 for token in tokens]
   server.address = f'http://127.0.0.1:{server.server_port}/v1'
   thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -264,8 +303,8 @@ class ServerTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.server = self.enterContext(recorded_server())
-    self.client = teacher_lib.TeacherServer(self.server.address, 'large')
-    self.enterContext(mock.patch.object(teacher_lib, '_BACKOFF_S', 0.0))
+    self.client = teacher_lib.TeacherServer(self.server.address, 'large', max_outage_s=0.2)
+    self.enterContext(mock.patch.object(teacher_lib, '_FIRST_WAIT_S', 0.01))
 
   def test_log_probs_are_at_their_tokens(self):
     turn = types.Turn(np.array([5, 6], np.int32), np.zeros(2, np.float32))
@@ -301,8 +340,62 @@ class ServerTest(absltest.TestCase):
     with self.assertRaisesRegex(types.RunError, 'rejected a request .HTTP status 400'):
       self.client.row_logp([1, 2, 3])
     self.server.status = 503
-    with self.assertRaisesRegex(types.RunError, 'gave no answer'):
+    with self.assertRaisesRegex(types.RunError, 'gave no answer for 0.2 s .HTTP status 503'):
       self.client.row_logp([1, 2, 3])
+
+  def test_an_outage_is_waited_for(self):
+    self.client = teacher_lib.TeacherServer(self.server.address, 'large')
+    self.server.status = 503
+
+    def recover(seconds):
+      self.server.status = 200
+      return original(lambda: True, seconds)
+
+    original = http_client.sleep_unless
+    with mock.patch.object(http_client, 'sleep_unless', lambda _, seconds: recover(seconds)):
+      self.assertEqual(self.client.row_logp([1, 2, 3]), [0, -0.02, -0.03])
+    self.assertLen(self.server.bodies, 2)
+
+  def test_a_context_must_hold_one_token_more(self):
+    tokenizer = prepare.load_tokenizer(schema.Config())
+    self.server.tokens = list(tokenizer.encode(teacher_lib._PROBE))
+    self.server.context = 100
+    self.client.check(tokenizer, 99)
+    with self.assertRaisesRegex(types.UserError, 'max_total=100 tokens.*400.*101 tokens or more'):
+      self.client.check(tokenizer, 100)
+
+  def test_a_server_that_is_down_at_the_start_is_a_mistake(self):
+    self.enterContext(mock.patch.object(teacher_lib, '_START_S', 0.05))
+    self.server.status = 503
+    with self.assertRaisesRegex(types.UserError, 'gave no answer for 0.05 s'):
+      self.client.check(prepare.load_tokenizer(schema.Config()), 9)
+
+
+class FrozenTest(absltest.TestCase):
+  """A server that accepts connections and answers nothing."""
+
+  def setUp(self):
+    super().setUp()
+    listener = self.enterContext(socket.create_server(('127.0.0.1', 0), backlog=64))
+    self.address = f'http://127.0.0.1:{listener.getsockname()[1]}/v1'
+    turn = types.Turn(np.array([5, 6], np.int32), np.zeros(2, np.float32))
+    prompt = np.array([3, 4], np.int32)
+    self.episodes = [types.Episode(types.Task('a'), i, prompt, [turn]) for i in range(64)]
+    self.batch = update_test.make_batch(rows=64, length=6)
+
+  def test_a_stop_ends_all_requests(self):
+    client = teacher_lib.TeacherServer(self.address, 'large')
+    asked = []
+    client.give_up = lambda: asked.append(0) or len(asked) > 40  # after 32 threads have begun
+    with self.assertRaises(types.Stopped):
+      client.batch_logp(self.episodes, self.batch, None)
+    self.assertLess(len(asked), 200)  # the rows that wait for a thread do not start
+
+  def test_an_outage_ends_with_one_error(self):
+    self.enterContext(mock.patch.object(teacher_lib, '_TOTAL_S', 0.1))
+    client = teacher_lib.TeacherServer(self.address, 'large', max_outage_s=0.2)
+    with self.assertRaisesRegex(types.RunError, 'gave no answer for 0.2 s'):
+      client.batch_logp(self.episodes, self.batch, None)
 
 
 class MissingTest(absltest.TestCase):

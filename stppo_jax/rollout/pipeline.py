@@ -379,6 +379,14 @@ class Pipeline:
     self._queue.popleft()
     return batch
 
+  def put_back(self, batch: Sampled) -> None:
+    """Makes a batch the next one again, because its update was stopped.
+
+    Without staleness the next `take` samples it again, from the same parameters.
+    """
+    if self._thread is not None:
+      self._queue.appendleft(_QueuedBatch(batch))
+
   def contents(self) -> list[Sampled | Unsampled]:
     """Returns the batches ahead that a checkpoint holds, the next one first.
 

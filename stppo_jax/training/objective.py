@@ -120,6 +120,7 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
         'teacher.folder or teacher.address',
         lambda c, v: bool(c.teacher.folder or c.teacher.address),
     ),
+    ('teacher.max_outage_s', 'teacher.address', lambda c, v: bool(c.teacher.address)),
     ('model.critic model.critic_folder', 'a critic', lambda c, v: v.needs_critic),
     ('algorithm.value_coef', 'model.critic=shared', validation.has_shared_critic),
     ('placement.critic', 'a separate critic', validation.has_critic),

@@ -129,8 +129,8 @@ def setup(config: Config) -> Parts:
   if config.teacher.folder:
     prepare.check_teacher(config, prepared.tokenizer)
   if config.teacher.address:
-    server = teacher.TeacherServer(config.teacher.address, config.teacher.model)
-    hosts.by_writer(server.check_tokenizer, prepared.tokenizer)
+    server = teacher.make_server(config.teacher)
+    hosts.by_writer(server.check, prepared.tokenizer, config.rollout.max_total)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   agent = components.make_agent(config, learners.spec.actor, learners.mesh, prepared)
   if config.rollout.engine:
@@ -239,6 +239,8 @@ def open_run(
   _log_start(parts)
   has_ended = threading.Event()  # abandons a batch that is sampled ahead and not needed any more
   give_up = lambda: has_ended.is_set() or stop_requested()
+  if learners.teacher is not None:
+    learners.teacher.give_up = give_up
   batches = make_batches(config, parts.agent, learners.policy, parts.tasks, give_up)
   with contextlib.ExitStack() as resources:
     settings = config.train
@@ -329,6 +331,7 @@ class Run:
   before_update: Callable[[int], None]  # is called with the number of updates done
   timing: timing_lib.Timing  # seconds of each phase of the update in progress
   is_stopped: bool = False
+  sampled: pipeline_lib.Sampled | None = None  # the batch of an update that is not done
   records: episodes_lib.Records = list
   scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
 
@@ -360,6 +363,8 @@ class Run:
         yield
     except types.Stopped:
       self.is_stopped = True
+      if self.sampled is not None:
+        self.pipeline.put_back(self.sampled)
     except (recovery.Stuck, checkpoint.SaveError):
       raise  # without a save: this state must not be the newest checkpoint, or cannot be written
     except Exception as error:
@@ -386,7 +391,9 @@ class Run:
     Choice: a rollback passes over batches, so the number of a batch is not always n.
     """
     with self.timing('wait'):
-      return self.pipeline.take(self.learners.start_actor, n + self.progress.skipped_batches)
+      number = n + self.progress.skipped_batches
+      self.sampled = self.pipeline.take(self.learners.start_actor, number)
+      return self.sampled
 
   def measure(
       self,
@@ -400,6 +407,7 @@ class Run:
     """
     self.progress.updates = n
     self.progress.score = None
+    self.sampled = None
     with self.timing('records'):
       metrics = diagnostics.update_summary(policy_updates)
       episodes = [episode for part in policy_updates for episode in part.episodes]

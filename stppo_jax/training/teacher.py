@@ -4,36 +4,53 @@ The server speaks vLLM's /v1/completions with `prompt_logprobs`. A teacher in a 
 client: `update.annotate` computes its log-probs.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
+import functools
 import json
 import os
+import time
 from typing import Any
 
+from absl import logging
 import numpy as np
 import requests
 
+from stppo_jax import config as config_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
 from stppo_jax.rollout import batching
 
-_RETRIES = 6
-_BACKOFF_S = 1.0
-_LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
+_FIRST_WAIT_S = 1.0  # doubled for each further attempt
+_LONGEST_WAIT_S = 60.0
+_CONNECT_S = 10.0
+_TOTAL_S = 300.0  # time limit of a row
+_START_S = 60.0  # time limit of a check at the start, with all its attempts
 _THREADS = 32  # requests in progress
 # Two tokenizers that encode this text alike are taken to be the same.
 _PROBE = 'On 3 May 1987, Zoë paid 12.50 for\n\tthe "naïve" plan: f(x) = x**2 + 1; 你好, мир!'
 
 
 class TeacherServer:
-  """A server that gives the log-prob of each token of a row."""
+  """A server that gives the log-prob of each token of a row.
 
-  def __init__(self, address: str, model: str):
+  Waits for a server that does not answer, as for a retriever or an engine, and raises a RunError if
+  none of its requests had an answer for `max_outage_s`. Once `give_up()` is true, all requests end
+  within seconds, and Stopped is raised.
+  """
+
+  def __init__(self, address: str, model: str, max_outage_s: float = 3600.0):
+    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another function
     self._address = address
     self._model = model
+    self._max_outage_s = max_outage_s
+    self._total_s = _TOTAL_S
+    self._is_over = False  # whether a row has failed, so that the others are not needed
+    self._answered_at = 0.0  # monotonic time of the newest answer, or sign of being busy
     self._session = requests.Session()
     self._session.trust_env = False  # a proxy for the outside would not reach a cluster's server
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_THREADS)
@@ -42,18 +59,46 @@ class TeacherServer:
     if key := os.environ.get('OPENAI_API_KEY', ''):
       self._session.headers['Authorization'] = f'Bearer {key}'
 
+  def check(self, tokenizer: tokenizer_lib.Tokenizer, longest: int) -> None:
+    """Raises a UserError for another tokenizer, or a context that is too short for `longest`.
+
+    `longest` is the largest number of tokens in a row. The server must answer within a minute.
+    """
+    started = TeacherServer(self._address, self._model, _START_S)
+    started.give_up = self.give_up
+    started._total_s = _START_S
+    try:
+      started.check_tokenizer(tokenizer)
+      started.check_length(tokenizer, longest)
+    except types.RunError as error:
+      raise types.UserError(str(error)) from error
+
   def check_tokenizer(self, tokenizer: tokenizer_lib.Tokenizer) -> None:
     """Raises a UserError if the server encodes a text otherwise than the policy's tokenizer."""
     tokens = tokenizer.encode(_PROBE)
-    try:
-      logp = self._logp({'prompt': _PROBE, 'add_special_tokens': False}, tokens)
-    except types.RunError as error:
-      raise types.UserError(str(error)) from error
+    logp = self._logp({'prompt': _PROBE, 'add_special_tokens': False}, tokens)
     if logp is None:
       raise types.UserError(
           f'{self._name()} has another tokenizer than the policy: it scores the tokens of the '
           'policy, give a model of the same family'
       )
+
+  def check_length(self, tokenizer: tokenizer_lib.Tokenizer, longest: int) -> None:
+    """Raises a UserError if the server rejects a row of `longest` tokens.
+
+    Such a row is common: the last turn gets what is left of config.rollout.max_total. The server
+    samples one token more.
+    """
+    probe = tokenizer.encode(_PROBE)
+    repeats = -(-longest // len(probe))
+    try:
+      self._request({'prompt': (probe * repeats)[:longest]})
+    except http_client.Rejected as error:
+      raise types.UserError(
+          f'{self._name()} rejected a row of config.rollout.max_total={longest} tokens ({error}: '
+          f'{error.text[:300]}): start it with a context of {longest + 1} tokens or more '
+          '(--max-model-len), or lower rollout.max_total'
+      ) from error
 
   def row_logp(self, tokens: Sequence[int]) -> list[float]:
     """Returns the log-prob of each token, given the tokens before it; 0 for the first."""
@@ -73,20 +118,23 @@ class TeacherServer:
       tokens, _, _ = episode.unroll()
       rows.append(tokens[: batching.trained_length(episode)].tolist())
     scored = hosts.by_writer(self._score, rows)
-    if isinstance(scored, str):
-      raise types.RunError(scored)
     teacher_logp = np.zeros(batch.tokens.shape, np.float32)
     for b, logp in enumerate(scored):
       teacher_logp[b, : len(logp)] = logp
     return dataclasses.replace(batch, teacher_logp=hosts.put(teacher_logp, sharding))
 
   def _score(self, rows):
-    """Returns the log-probs of each row, or the text of an error, which all processes raise."""
-    try:
-      with futures.ThreadPoolExecutor(_THREADS, 'teacher') as pool:
-        return list(pool.map(self.row_logp, rows))
-    except types.RunError as error:
-      return str(error)
+    """Returns the log-probs of each row. The first error ends the requests of the other rows."""
+    self._is_over = False
+    with futures.ThreadPoolExecutor(_THREADS, 'teacher') as pool:
+      calls = [pool.submit(self.row_logp, row) for row in rows]
+      done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
+      errors = [call.exception() for call in done if call.exception() is not None]
+      if errors:
+        self._is_over = True
+        pool.shutdown(cancel_futures=True)
+        raise errors[0]
+    return [call.result() for call in calls]
 
   def _logp(self, prompt: dict[str, Any], tokens: Sequence[int]) -> list[float] | None:
     """Returns the log-probs of the prompt's tokens; None if the server reads other tokens."""
@@ -102,6 +150,16 @@ class TeacherServer:
 
   def _ask(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns {token id: its log-prob} for each token of the prompt; the first entry is {}."""
+    try:
+      scored = self._request(prompt)['choices'][0]['prompt_logprobs']
+      return [entry or {} for entry in scored]
+    except http_client.Rejected as error:
+      raise self._error(f'rejected a request ({error}): {error.text[:300]}') from error
+    except (ValueError, TypeError, LookupError) as error:
+      raise self._error('gave no prompt_logprobs') from error
+
+  def _request(self, prompt: dict[str, Any]) -> Any:
+    """Returns the JSON of an answer. Waits as long as the server may be back. Raises Rejected."""
     body = prompt | {
         'model': self._model,
         'max_tokens': 1,
@@ -109,20 +167,38 @@ class TeacherServer:
         'prompt_logprobs': 0,  # only those of the prompt's own tokens
     }
     url = self._address.rstrip('/') + '/completions'
-
-    def attempt(unused_number):
-      answer = http_client.send(self._session, url, body, _LIMITS)
-      return json.loads(answer)['choices'][0]['prompt_logprobs']
-
-    try:
-      scored = http_client.with_retries(attempt, _RETRIES, _BACKOFF_S)
-      return [entry or {} for entry in scored]
-    except http_client.Temporary as error:
-      raise self._error(f'gave no answer ({error})') from error
-    except http_client.Rejected as error:
-      raise self._error(f'rejected a request ({error}): {error.text[:300]}') from error
-    except (ValueError, TypeError, LookupError) as error:
-      raise self._error('gave no prompt_logprobs') from error
+    limits = http_client.ClientLimits(_CONNECT_S, self._total_s)
+    send = functools.partial(http_client.send, self._session, url, body, limits)
+    started = time.monotonic()
+    wait_s = _FIRST_WAIT_S
+    gives_up = lambda: self._is_over or self.give_up()
+    while True:
+      if gives_up():
+        raise types.Stopped
+      try:
+        answer = http_client.call_within(send, self._total_s, gives_up)
+        self._answered_at = time.monotonic()
+        return json.loads(answer)
+      except http_client.GivenUp:
+        raise types.Stopped from None
+      except http_client.Temporary as error:
+        now = time.monotonic()
+        if error.is_busy:
+          self._answered_at = now
+        left_s = max(started, self._answered_at) + self._max_outage_s - now
+        if left_s <= 0:
+          raise self._error(f'gave no answer for {self._max_outage_s:g} s ({error})') from error
+        logging.log_every_n_seconds(
+            logging.WARNING,
+            '%s gave no answer (%s); the run waits up to %.0f s for it',
+            60,
+            self._name(),
+            error,
+            left_s,
+        )
+        pause_s = min(error.wait_s or wait_s, _LONGEST_WAIT_S, left_s)
+        http_client.sleep_unless(gives_up, pause_s)
+        wait_s *= 2
 
   def _name(self) -> str:
     return f'config.teacher.address={self._address!r} with config.teacher.model={self._model!r}'
@@ -132,3 +208,8 @@ class TeacherServer:
         f"{self._name()} {problem}: start a server with vLLM's /v1/completions, and run the same "
         'command again'
     )
+
+
+def make_server(settings: config_lib.TeacherSettings) -> TeacherServer:
+  """Makes the client of config.teacher.address."""
+  return TeacherServer(settings.address, settings.model, settings.max_outage_s)
