@@ -256,7 +256,8 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
   spec, frozen = complete(config, variant, models, device, load_model, copy)
   server = None
   if config.teacher.address:
-    server = teacher_lib.make_server(config.teacher)
+    options = config.teacher
+    server = teacher_lib.TeacherServer(options.address, options.model, options.max_outage_s)
   state = state_lib.create_sharded(spec, models.actor, models.critic, mesh, offloaded)
   compiled = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = packing.Bins(

@@ -129,7 +129,7 @@ def setup(config: Config) -> Parts:
   if config.teacher.folder:
     prepare.check_teacher(config, prepared.tokenizer)
   if config.teacher.address:
-    server = teacher.make_server(config.teacher)
+    server = teacher.TeacherServer(config.teacher.address, config.teacher.model)
     hosts.by_writer(server.check, prepared.tokenizer, config.rollout.max_total)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   agent = components.make_agent(config, learners.spec.actor, learners.mesh, prepared)

@@ -18,7 +18,6 @@ from absl import logging
 import numpy as np
 import requests
 
-from stppo_jax import config as config_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -208,8 +207,3 @@ class TeacherServer:
         f"{self._name()} {problem}: start a server with vLLM's /v1/completions, and run the same "
         'command again'
     )
-
-
-def make_server(settings: config_lib.TeacherSettings) -> TeacherServer:
-  """Makes the client of config.teacher.address."""
-  return TeacherServer(settings.address, settings.model, settings.max_outage_s)
