@@ -202,6 +202,22 @@ class MetricsWriterTest(parameterized.TestCase):
     module.init.return_value.log.assert_called_with({'a': 4.0}, step=4)
     module.init.return_value.finish.assert_called_with()
 
+  def test_a_tracker_has_each_step_once(self):
+    module = python_types.SimpleNamespace(init=mock.Mock())
+    options = dict(project='p', tracker='trackio', run_name='r')
+    log = module.init.return_value.log
+    steps = lambda: [call.kwargs['step'] for call in log.call_args_list]
+    with mock.patch.dict(sys.modules, {'trackio': module}):
+      self._write_steps([1, 2, 3], **options)
+      self._write_steps([2, 3, 4], resume_step=1, **options)  # after a crash
+      self.assertEqual(steps(), [1, 2, 3, 4])
+      log.reset_mock()
+      self._write_steps([3, 4], resume_step=2, is_rollback=True, **options)
+      self.assertEqual(steps(), [1, 2, 3, 4])  # of a new run, with the steps before
+    names = [call.kwargs['name'] for call in module.init.call_args_list]
+    self.assertEqual(names[0], names[1])
+    self.assertNotEqual(names[1], names[2])
+
   def test_a_missing_tensorboardx_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'tensorboardX': None}):
       with self.assertLogs(level='WARNING') as logs:

@@ -21,9 +21,10 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
 
   val-role/<role>/<name>       score and core metrics of the rows of a role, if there are roles
 
-  An episode whose retrieval failed, or whose prompt was too long, counts as wrong. An episode whose
-  environment raised keeps the rewards before. A metric that an episode never reported counts as 0.
-  Means are over rows. Rows of an agent that never moved are left out.
+  An episode whose retrieval failed counts with the score that it got without the passages, and
+  val-aux/retrieval_failed is the share of such episodes. A prompt that is too long counts as wrong.
+  An episode whose environment raised keeps the rewards before. A metric that an episode never
+  reported counts as 0. Means are over rows. Rows of an agent that never moved are left out.
   """
   rows = list(map(_alone, episodes))
   outcome_counts = outcomes.count(rows)

@@ -42,6 +42,7 @@ class Journal(contextlib.ExitStack):
       first: int,
       core_metrics: Sequence[str] = (),
       unfinished: bool = False,
+      is_rollback: bool = False,
   ):
     super().__init__()
     self._workdir = workdir
@@ -65,6 +66,7 @@ class Journal(contextlib.ExitStack):
           run_name=config['name'],
           config_json=json.dumps(config),
           resume_step=last_line if first else -1,
+          is_rollback=is_rollback,
       )
       self._writer = self.enter_context(writer)
     rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
@@ -92,7 +94,9 @@ class Journal(contextlib.ExitStack):
     logging.info('held out after %d updates: %s', n, line)
     if failed := pipeline.failed_share(episodes):
       logging.warning(
-          'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
+          'retrieval failed in %.0f%% of the held-out episodes: they count with the score that they '
+          'got without it',
+          100 * failed,
       )
     if errors := [episode.error for episode in episodes if episode.error]:
       logging.warning(

@@ -43,7 +43,7 @@ class MetricsWriter:
 
   A non-finite number is written as null, and its name in that line's list "nonfinite".
   The writer first drops the lines of steps after `resume_step`, which a resumed run writes again;
-  -1 starts a new file. Only process 0 may hold a writer.
+  -1 starts a new file. After a rollback a tracker gets a new run. Only process 0 may hold a writer.
   """
 
   def __init__(
@@ -55,18 +55,30 @@ class MetricsWriter:
       run_name: str = '',
       config_json: str = '{}',
       resume_step: int = -1,
+      is_rollback: bool = False,
   ):
     os.makedirs(workdir, exist_ok=True)
     path = os.path.join(workdir, FILE_NAME)
-    _truncate(path, resume_step)
+    kept, last_step = _truncate(path, resume_step)
     self._file = open(path, 'a', encoding='utf-8')
     self._sinks = sinks.Sinks()
     if tensorboard:
       self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, resume_step + 1))
     if project:
-      is_resumed = resume_step != -1
-      make = lambda: sinks.Tracker(tracker, workdir, project, run_name, config_json, is_resumed)
-      self._sinks.add(tracker, make)
+      is_continued = resume_step != -1 and not is_rollback
+
+      def make_tracker():
+        sink = sinks.Tracker(tracker, workdir, project, run_name, config_json, is_continued)
+        if is_continued:
+          sink.last_step = last_step
+        else:
+          for line in kept:
+            sink.write(line['step'], _numbers(line))
+        return sink
+
+      self._sinks.add(tracker, make_tracker)
+      if is_rollback:
+        logging.info('%s: the rollback continues as a new run, with the steps before it', tracker)
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""
@@ -193,7 +205,10 @@ def _host_scalar(value):
 
 
 def _truncate(path, resume_step):
-  """Rewrites the file without unreadable lines and without steps after `resume_step`."""
+  """Rewrites the file without unreadable lines and without steps after `resume_step`.
+
+  Returns the lines that are left, and the last step of the file before; -1 if there was none.
+  """
   lines = read_metrics(os.path.dirname(path))
   if resume_step < 0 and any(line['step'] for line in lines):
     os.replace(path, path + '.old')
@@ -202,9 +217,16 @@ def _truncate(path, resume_step):
         len(lines),
         path,
     )
-    return
+    return [], -1
+  kept = [line for line in lines if line['step'] <= resume_step]
   with open(path + '.tmp', 'w', encoding='utf-8') as file:
-    for line in lines:
-      if line['step'] <= resume_step:
-        file.write(json.dumps(line) + '\n')
+    for line in kept:
+      file.write(json.dumps(line) + '\n')
   os.replace(path + '.tmp', path)
+  return kept, max((line['step'] for line in lines), default=-1)
+
+
+def _numbers(line):
+  """Returns the finite metrics of a line."""
+  values = {name: x for name, x in line.items() if name not in ('step', 'time', 'nonfinite')}
+  return {name: x for name, x in values.items() if x is not None}

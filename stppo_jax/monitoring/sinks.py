@@ -101,8 +101,9 @@ class TensorBoard:
 class Tracker:
   """A run of W&B, or of trackio, which has the same API and needs no account.
 
-  A resumed run continues under the id that `workdir`/<package>_id holds, and repeats the steps
-  after its checkpoint exactly. W&B ignores steps that it has already. trackio keeps them twice.
+  A resumed run continues under the id that `workdir`/<package>_id holds. It repeats the steps after
+  its checkpoint, and steps up to `last_step`, which the tracker has already, are left out. Choice:
+  a rollback gets a new id, because its steps are other ones than those of the abandoned branch.
   Without a login, W&B stays offline in `workdir`. trackio stores all runs in one local folder.
   """
 
@@ -116,6 +117,7 @@ class Tracker:
       is_resumed: bool = False,
   ):
     self.name = package
+    self.last_step = -1
     module = importlib.import_module(package)
     run_id = _run_id(os.path.join(workdir, f'{package}_id'), is_resumed)
     options: dict[str, Any] = {
@@ -133,7 +135,8 @@ class Tracker:
 
   def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
     """Logs the numbers of a step."""
-    self._run.log(dict(numbers), step=step)
+    if step > self.last_step:
+      self._run.log(dict(numbers), step=step)
 
   def close(self) -> None:
     """Finishes the upload, within a time limit: without network it may wait for ever."""

@@ -261,6 +261,7 @@ def open_run(
         first,
         parts.agent.env.core_metrics,
         progress.unfinished is not None,
+        skip_through is not None,
     )
     resources.enter_context(journal)
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
