@@ -94,8 +94,8 @@ class Journal(contextlib.ExitStack):
     logging.info('held out after %d updates: %s', n, line)
     if failed := pipeline.failed_share(episodes):
       logging.warning(
-          'retrieval failed in %.0f%% of the held-out episodes: they count with the score that they '
-          'got without it',
+          'retrieval failed in %.0f%% of the held-out episodes: they count with the score that '
+          'they got without it',
           100 * failed,
       )
     if errors := [episode.error for episode in episodes if episode.error]:
