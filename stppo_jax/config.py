@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from absl import logging
 
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
 from stppo_jax.types import setting
@@ -250,7 +251,7 @@ class RolloutSettings(Section):
 
 def _with_overrides(section: type) -> type:
   """Adds the fields of a `Variant` to a section, each with None as its default."""
-  for field in dataclasses.fields(variants.Variant):
+  for field in dataclasses.fields(variant_lib.Variant):
     kind: Any = str if field.metadata['rules'].plugin else field.type
     section.__annotations__[field.name] = kind | None
     setattr(section, field.name, dataclasses.field(default=None, metadata=field.metadata))
@@ -262,7 +263,7 @@ def _with_overrides(section: type) -> type:
 class AlgorithmSettings(Section):
   """The objective: the name of a `Variant`, and values that override its fields.
 
-  The section has every field of a Variant, see algorithms/variants.py. None means the variant's
+  The section has every field of a Variant, see algorithms/variant.py. None means the variant's
   own value.
   """
 

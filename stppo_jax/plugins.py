@@ -16,10 +16,12 @@ from stppo_jax.types import UserError
 def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
   """Returns the object of `config.<field>=<name>`: load('env.kind', 'm:Countdown', ENVIRONMENTS).
 
+  `built_in` holds objects, or their 'module:attribute', which is imported when it is named.
   UserError: the name is neither a short name nor the name of an object that can be imported.
   """
   if name in built_in:
-    return built_in[name]
+    value = built_in[name]
+    return resolve(value) if isinstance(value, str) else value
 
   setting = f'config.{field}={name!r}'
   module_name, _, attribute = name.partition(':')
@@ -36,6 +38,12 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
       raise UserError(f'{setting}: {module_name} has no {attribute!r}; give one of its names')
     value = getattr(value, part)
   return value
+
+
+def resolve(path: str) -> Any:
+  """Returns the object 'module:attribute' of this package."""
+  module_name, _, attribute = path.partition(':')
+  return getattr(importlib.import_module(module_name), attribute)
 
 
 def import_module(setting: str, module_name: str) -> types.ModuleType:

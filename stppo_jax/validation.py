@@ -15,8 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax.algorithms import value_bins
-from stppo_jax.algorithms.variants import Variant
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import LORA_TARGETS
 from stppo_jax.types import described
@@ -474,6 +473,11 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         f'config.teacher.folder={teacher.folder!r} and config.teacher.address='
         f'{teacher.address!r} are two teachers: give one of them'
     )
+  if variant.advantage == 'grao' and not hasattr(variant, 'grao_beta'):
+    raise UserError(
+        "config.algorithm.advantage='grao' reads weights that only the row grao has: set "
+        '--config.algorithm.variant=grao'
+    )
   if variant.advantage == 'none' and not has_teacher:
     raise UserError(
         f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
@@ -528,7 +532,9 @@ def _check_value_bins(config: Config, variant: Variant) -> None:
   )
   if not variant.value_low < variant.value_high:
     raise UserError(f'{given}: value_low must be below value_high')
-  low, high = value_bins.inner_support(variant)
+  from stppo_jax.systems import hl_gauss
+
+  low, high = hl_gauss.inner_support(variant)
   clip = variant.score_clip
   if variant.score_norm != 'none' and not (clip and low <= -clip and clip <= high):
     raise UserError(

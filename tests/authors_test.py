@@ -20,9 +20,11 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
-from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import allocation
+from stppo_jax.systems import hl_gauss
+from stppo_jax.systems import superhf
+from stppo_jax.systems import tdpo
 
 DATA = pathlib.Path(__file__).parent / 'data' / 'authors.json'
 
@@ -44,14 +46,14 @@ class AuthorsTest(parameterized.TestCase):
     inputs, numbers = self.load('hyper++')
     low, high = float(inputs['low']), float(inputs['high'])
     row = variants.Variant(value_loss='hl_gauss', value_low=low, value_high=high, value_clip=0.0)
-    targets = value_bins.gaussian_targets(inputs['returns'], low, high, 9)
+    targets = hl_gauss.gaussian_targets(inputs['returns'], low, high, 9)
     np.testing.assert_allclose(targets, numbers['targets'], atol=1e-9)
     logits = inputs['logits'][None]
-    np.testing.assert_allclose(value_bins.values(logits, row)[0], numbers['values'], atol=1e-9)
+    np.testing.assert_allclose(hl_gauss.values(logits, row)[0], numbers['values'], atol=1e-9)
 
     def loss_of(logits):
       returns = inputs['returns'][None]
-      return value_bins.loss(logits, returns, returns, row).mean()
+      return hl_gauss.loss(logits, returns, returns, row).mean()
 
     loss, gradient = jax.value_and_grad(loss_of)(logits)
     np.testing.assert_allclose(loss, numbers['loss'], rtol=1e-9)
@@ -115,7 +117,7 @@ class AuthorsTest(parameterized.TestCase):
       kl = jnp.sum(jnp.exp(ref) * (ref - logp), axis=-1)
       chosen = jnp.take_along_axis(logp, tokens, axis=2)[..., 0]
       outputs = objectives.TokenOutputs(to_columns(chosen), reference_kl=to_columns(kl))
-      return -objectives.OBJECTIVES['tdpo'](outputs, batch, row)[0].sum()
+      return -tdpo.tdpo(outputs, batch, row)[0].sum()
 
     loss, gradient = jax.value_and_grad(loss_of)(inputs['logits'])
     np.testing.assert_allclose(loss, numbers['loss_2'], rtol=1e-7)
@@ -146,7 +148,7 @@ class AuthorsTest(parameterized.TestCase):
 
   def test_superhf_keeps_the_first_best(self):
     inputs, numbers = self.load('superhf')
-    best = advantages.group_best(inputs['scores'], jnp.zeros(4, jnp.int32))
+    best = superhf.group_best(inputs['scores'], jnp.zeros(4, jnp.int32))
     np.testing.assert_array_equal(jnp.flatnonzero(best), numbers['kept'])
 
   def test_ospo(self):

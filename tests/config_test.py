@@ -14,6 +14,7 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import flags
 from stppo_jax.envs import rewards
@@ -313,7 +314,7 @@ class TablesTest(absltest.TestCase):
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(
-        set(variants.RATIOS),
+        set(variant_lib.RATIOS),
         {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},
     )
 

@@ -14,6 +14,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -630,7 +631,7 @@ class DivideTest(parameterized.TestCase):
     np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
     np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
 
-  @parameterized.product(order=correction.ORDERS, scale=(1.0, 0.1))
+  @parameterized.product(order=variant_lib.ORDERS, scale=(1.0, 0.1))
   def test_without_a_divisor_all_orders_are_one(self, order, scale):
     g, rest = scale * jnp.array([3.0, 0.0]), scale * jnp.array([0.0, 4.0])
     got, undivided, _, norms = correction.divide(order, g, rest, jnp.ones(()), 1.0)

@@ -29,6 +29,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import pipeline
+from stppo_jax.systems import grao
 from stppo_jax.training import loop
 from stppo_jax.training import objective
 from stppo_jax.training import packing
@@ -295,7 +296,7 @@ class GraoTest(parameterized.TestCase):
     demonstrated = np.array([0, 0, 0, 1, 0, 1, 0, 0], np.float32)
     batch = make_batch(demonstrated)
     variant = dataclasses.replace(variants.VARIANTS['grao'], grao_beta=beta, grao_lambda=lam)
-    weights, _ = advantages.grao(batch, variant)
+    weights, _ = grao.grao(batch, variant)
     lengths = np.asarray(batch.action_mask).sum(axis=1)
     zero = np.zeros((ROWS, LENGTH))
     for b in range(ROWS):
@@ -322,7 +323,7 @@ class GraoTest(parameterized.TestCase):
     batch = make_batch(demonstrated)
     rewards = np.where(demonstrated[:, None] > 0, batch.rewards, 0)
     batch = dataclasses.replace(batch, rewards=rewards)
-    weights, _ = advantages.grao(batch, variants.VARIANTS['grao'])
+    weights, _ = grao.grao(batch, variants.VARIANTS['grao'])
     by_row = np.asarray(weights).sum(axis=1)
     self.assertTrue((by_row[demonstrated > 0] > 0).all())
     self.assertTrue((by_row[demonstrated == 0] < 0).all())

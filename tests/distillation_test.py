@@ -21,13 +21,13 @@ import pytest
 
 from stppo_jax import config as schema
 from stppo_jax import types
-from stppo_jax.algorithms import distillation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import http_client
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import timing
 from stppo_jax.rollout import prepare
+from stppo_jax.systems import distillation
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing

@@ -16,6 +16,7 @@ ORDER = (
     'types',
     'plugins',
     'algorithms',
+    'systems',
     'config',
     'validation',
     'models',

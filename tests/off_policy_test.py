@@ -11,11 +11,12 @@ import numpy as np
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.training import diagnostics
 from stppo_jax.types import TurnBatch
 
-LEVELS = off_policy.LEVELS
+LEVELS = variant_lib.CORRECTION_LEVELS
 # Row 0: turn 1 of two tokens, an observation, turn 2 of one token, padding. Row 1: one token.
 TURN_IDS = np.array([[0, 1, 1, 0, 2, 0], [0, 1, 0, 0, 0, 0]], np.int32)
 MASK = (TURN_IDS > 0).astype(np.float32)

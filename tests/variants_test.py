@@ -7,9 +7,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax.algorithms import advantages
-from stppo_jax.algorithms import correction
-from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 
 # name: (ratio level, has a critic, divides by the clipping bias)
@@ -55,9 +53,9 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(row.ratio, ratio)
     self.assertEqual(row.needs_critic, needs_critic)
     self.assertEqual(row.divisor != 'none', corrected)
-    self.assertIn(row.divisor, correction.DIVISORS)
-    self.assertIn(row.advantage, advantages.ESTIMATORS)
-    self.assertIn(row.surrogate, losses.SURROGATES)
+    self.assertIn(row.divisor, variant_lib.BUILT_IN['divisor'])
+    self.assertIn(row.advantage, variant_lib.BUILT_IN['advantage'])
+    self.assertIn(row.surrogate, variant_lib.BUILT_IN['surrogate'])
     self.assertIn(row.norm_of, ('gradient', 'loss'))
     self.assertEqual(row.min_advantage, 'token')
     # A z-score would divide the KL of a group with equal scores by its own small spread.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from stppo_jax import plugins
 from stppo_jax.algorithms import objectives
-from stppo_jax.algorithms.variants import Variant
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 _NUM_GROUPS = 2
@@ -33,7 +33,7 @@ _RETURNED = {
 
 
 def check(column: str, function: Callable, variant: Variant, group_size: int = 1) -> str:
-  """Returns what is wrong with the function of a field of variants.BUILT_IN; '' if nothing is.
+  """Returns what is wrong with the function of a field of variant.BUILT_IN; '' if nothing is.
 
   The function is traced for its shapes, as a run does, with a batch of two groups.
   """
@@ -87,8 +87,7 @@ def _check_values_unused(estimate, batch):
     jax.eval_shape(estimate, without_values)
   except Exception:  # the function needs the values
     return (
-        'it reads old_values, and no critic is trained for it: set its attribute '
-        'needs_critic=True, or wrap it in advantages.from_values'
+        'it reads old_values, and no critic is trained for it: wrap it in ' 'advantages.from_values'
     )
   return ''
 

@@ -7,12 +7,9 @@ g by a function of ||C|| (arXiv 2511.20718, section 4). `divide` does that befor
 after it, or outside the optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 import chex
 import jax
@@ -21,10 +18,9 @@ import optax
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms import variant as variant_lib
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
-
-if TYPE_CHECKING:
-  from stppo_jax.algorithms.variants import Variant
 
 
 def cotangents(
@@ -113,14 +109,12 @@ def divisor(
 ) -> jax.Array:
   """Returns the scalar that divides the gradient. It is a constant for differentiation.
 
-  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number. If the number
-  is not positive or ||C|| is not finite, the divisor is NaN and the trainer skips the step.
+  `rule` is the name of a built-in, or a function (g_norm, c_norm, any_clipped) -> number. If
+  the number is not positive or ||C|| is not finite, the divisor is NaN and the trainer skips the
+  step.
   """
-  if not callable(rule):
-    if rule not in DIVISORS:
-      raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
-    rule = DIVISORS[rule]
-  value = rule(g_norm, c_norm, any_clipped)
+  function = variant_lib.resolve('divisor', rule)
+  value = function(g_norm, c_norm, any_clipped)
   is_usable = (value > 0) & jnp.isfinite(c_norm)
   value = jnp.where(is_usable, value, jnp.nan)
   return jax.lax.stop_gradient(value)
@@ -147,7 +141,7 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
                decay included. Adam's moments never see D, so that Adam cannot cancel it.
 
   Args:
-    order: one of ORDERS.
+    order: one of variant.ORDERS.
     g: the policy's gradient, a tree.
     rest: the value gradient of a shared trunk, which is not divided; None without one. Choice: with
       'step' it is divided too, because one step serves both.
@@ -180,7 +174,7 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
     entering_norm = undivided_norm
     step_divisor = divisor
   else:
-    raise ValueError(f'order {order!r} is none of {", ".join(ORDERS)}')
+    raise ValueError(f'order {order!r} is none of {", ".join(variant_lib.ORDERS)}')
 
   has_gradient = undivided_norm > 0
   change = entering_norm / jnp.where(has_gradient, undivided_norm, 1)
@@ -231,13 +225,13 @@ def _add(tree, rest):
 # --- The divisors of a variant: (g_norm, c_norm, any_clipped) -> number ---------------------------
 
 
-def _none(g_norm, c_norm, any_clipped):
+def no_divisor(g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array) -> jax.Array:
   """Returns 1."""
   del g_norm, any_clipped
   return jnp.ones_like(c_norm)
 
 
-def _paper(g_norm, c_norm, any_clipped):
+def paper_divisor(g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array) -> jax.Array:
   """Returns ||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
 
   A norm below 1 amplifies: the step is largest when clipping is rarest.
@@ -248,13 +242,13 @@ def _paper(g_norm, c_norm, any_clipped):
   return jnp.where(divides, c_norm, 1)
 
 
-def _floor(g_norm, c_norm, any_clipped):
+def floor_divisor(g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array) -> jax.Array:
   """Returns max(1, ||C||)."""
   del g_norm, any_clipped
   return jnp.maximum(c_norm, 1)
 
 
-def _relative(g_norm, c_norm, any_clipped):
+def relative_divisor(g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array) -> jax.Array:
   """Returns (||g|| + ||C||) / ||g||: scale-free, never amplifies, 1 when nothing is clipped.
 
   Choice: 1 where ||g|| is 0.
@@ -263,7 +257,3 @@ def _relative(g_norm, c_norm, any_clipped):
   has_gradient = g_norm > 0
   share = c_norm / jnp.where(has_gradient, g_norm, 1)
   return jnp.where(has_gradient, 1 + share, 1)
-
-
-DIVISORS = {'none': _none, 'paper': _paper, 'floor': _floor, 'relative': _relative}
-ORDERS = ('before_clip', 'after_clip', 'step')

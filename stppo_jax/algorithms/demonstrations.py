@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.algorithms.variants import Variant
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
-from stppo_jax.algorithms.variants import Variant
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 

@@ -5,29 +5,17 @@ is linear, so it is an array of weights. The weights are computed once over a mi
 makes any split into micro-batches exact.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import chex
 import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import AGGREGATIONS
+from stppo_jax.algorithms.variant import KL_ESTIMATORS
+from stppo_jax.algorithms.variant import ValueHead
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
-if TYPE_CHECKING:
-  from stppo_jax.algorithms.variants import Variant
-
-AGGREGATIONS = (
-    'token-mean',
-    'seq-mean-token-sum',
-    'seq-mean-token-mean',
-    'seq-mean-token-sum-norm',
-    'turn-mean-token-mean',
-    'seq-mean-turn-mean',
-)
-KL_ESTIMATORS = ('k1', 'k2', 'k3')
 MAX_K3 = 10.0  # per token, as in verl
 MAX_KL_RATIO = 100.0
 DPPO_MAX_RATIO = 20.0  # as in verl
@@ -265,7 +253,7 @@ def surrogate(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the variant's objective of each token, and where clipping changed its gradient [B,T].
 
-  `variant.surrogate` is a name of SURROGATES, or a function with this function's signature. With
+  `variant.surrogate` is the name of a built-in, or a function with this function's signature. With
   the ratio 'none' the surrogate is A logp, and nothing is clipped.
   """
   if variant.ratio == 'none':
@@ -276,21 +264,28 @@ def surrogate(
   return objective, clipped
 
 
-def _clip(ratio, logp, advantages, variant):
+def clip(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
+  """Returns PPO's surrogate with the variant's bounds, and where it was clipped."""
   del logp
   return clipped_surrogate(
       ratio, advantages, variant.clip_low, variant.clip_high, variant.dual_clip
   )
 
 
-def _cispo(ratio, logp, advantages, variant):
+def cispo(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
   """Returns sg(clip(w)) A logp, and where the weight was clipped (arXiv 2506.13585)."""
   weight = jnp.clip(ratio, 1 - variant.clip_low, 1 + variant.clip_high)
   objective = jax.lax.stop_gradient(weight) * advantages * logp
   return objective, weight != ratio
 
 
-def _dppo_tv(ratio, logp, advantages, variant):
+def dppo_tv(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
   """Returns DPPO's surrogate with bounds on the change of a token's probability.
 
   sg(min(w, 20)) A logp where the change p - p_old is within its bound in the direction of A, else 0
@@ -302,7 +297,9 @@ def _dppo_tv(ratio, logp, advantages, variant):
   return _dppo(ratio, logp, advantages, is_up, is_down)
 
 
-def _dppo_kl(ratio, logp, advantages, variant):
+def dppo_kl(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
   """Returns DPPO's surrogate with bounds on the binary KL between p_old and p, in nats."""
   prob, old_prob = _probabilities(ratio, logp)
   # Not 1 - p + 1e-8: compiled, that is (1 + 1e-8) - p, where 1e-8 is lost.
@@ -331,23 +328,18 @@ def _dppo(ratio, logp, advantages, is_up, is_down):
   return jnp.where(stopped, 0, objective), stopped
 
 
-def _square(ratio, logp, advantages, variant):
-  """Returns -(log w - A / beta)^2, which regresses the log-ratio on the advantage.
-
-  With the ratio of sequences it is SPPO's loss (arXiv 2405.00675, `loss_type='sppo'`, C), where
-  eta = 1 / beta. With that of tokens and beta 1 it is ROVER's without the value of the next state
-  (arXiv 2509.24981, `target_adv_only`, C). Nothing is clipped. Choice: log w is kept within +-20,
-  as in every ratio, so that beyond it the square has no gradient.
-  """
-  del logp
-  error = jnp.log(ratio) - advantages / variant.beta
-  return -jnp.square(error), jnp.zeros(ratio.shape, bool)
+def _value_labels(variant):
+  del variant
+  return ('value',)
 
 
-SURROGATES = {
-    'clip': _clip,
-    'cispo': _cispo,
-    'dppo_tv': _dppo_tv,
-    'dppo_kl': _dppo_kl,
-    'square': _square,
-}
+def _own_values(outputs, variant):
+  del variant
+  return outputs
+
+
+def _squared_error(outputs, old_values, returns, variant):
+  return value_loss(outputs, old_values, returns, variant.value_clip)
+
+
+SQUARED_ERROR = ValueHead(_value_labels, _own_values, _squared_error)

@@ -15,12 +15,7 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
-
-LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
-
-# Name -> factor of the optimizer's step, given the effective share of rows. 'ess' is VCPO's rule
-# for Adam.
-STEP_SCALES = {'none': jnp.ones_like, 'ess': jnp.sqrt}
+from stppo_jax.algorithms.variant import CORRECTION_LEVELS
 
 _ROUNDING = 1e-6  # rounding error of a logarithm
 
@@ -47,8 +42,8 @@ def log_weights(
   Choice: 'sequence' is the product, as in verl, and 'turn' is the geometric mean, as in the paper.
   """
   chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
-  if level not in LEVELS:
-    raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
+  if level not in CORRECTION_LEVELS:
+    raise ValueError(f'level {level!r} is none of {", ".join(CORRECTION_LEVELS)}')
   if level == 'none':
     return jnp.zeros_like(old_logp)
   mask = action_mask > 0

@@ -6,6 +6,7 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import validation
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli.flags import Flags
@@ -66,7 +67,7 @@ def catalogue() -> str:
     first_line = docstring.partition('\n')[0]
     lines.append(f'  experiments/{path.name:25} {first_line}')
   lines += ['', 'Algorithms, for --config.algorithm.variant=NAME, and their settings:']
-  defaults = variants.Variant().described()
+  defaults = variant_lib.Variant().described()
   for name, variant in variants.VARIANTS.items():
     settings = [
         f'{field}={value}'
@@ -125,6 +126,6 @@ def section(name: str, config: Config) -> str:
 def _variant_values(config: Config) -> dict[str, Any]:
   """Returns the values of the config's variant, by the paths of their settings."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
-  if not isinstance(variant, variants.Variant):
+  if not isinstance(variant, variant_lib.Variant):
     return {}
   return {f'algorithm.{name}': value for name, value in variant.described().items()}

@@ -11,31 +11,32 @@ from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import checks
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
-from stppo_jax.algorithms.variants import Variant
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 
 
-def _has_function(variant: variants.Variant) -> bool:
+def _has_function(variant: Variant) -> bool:
   """Returns whether a user's function may read any column."""
-  return any(callable(getattr(variant, column)) for column in variants.BUILT_IN)
+  return any(callable(getattr(variant, column)) for column in variant_lib.BUILT_IN)
 
 
-def _clips(variant: variants.Variant) -> bool:
+def _clips(variant: Variant) -> bool:
   """Returns whether the bounds of a clip are read."""
   if variant.compares_rows:
     return variant.objective == 'p3o'
   return variant.ratio != 'none' and variant.surrogate != 'square'
 
 
-def _reads_beta(variant: variants.Variant) -> bool:
+def _reads_beta(variant: Variant) -> bool:
   """Returns whether beta scales a log-ratio."""
   if variant.compares_rows:
     return variant.objective != 'p3o'
   return variant.surrogate == 'square'
 
 
-def _aggregates(variant: variants.Variant) -> bool:
+def _aggregates(variant: Variant) -> bool:
   """Returns whether the weights of tokens are read: the loss of pairs is a mean over pairs."""
   is_of_pairs = variant.compares_rows and variant.objective != 'rover'
   is_built_in = isinstance(variant.objective, str)
@@ -181,7 +182,7 @@ def make_variant(config: Config) -> Variant:
     variant = dataclasses.replace(variant, old_logp='sampler')
   _check_hashable(algorithm.variant, variant)
   functions = {}
-  for column, names in variants.BUILT_IN.items():
+  for column, names in variant_lib.BUILT_IN.items():
     part = getattr(variant, column)
     if isinstance(part, str) and part not in names:
       part = plugins.load(f'algorithm.{column}', part, names)
@@ -189,12 +190,12 @@ def make_variant(config: Config) -> Variant:
     if not isinstance(part, str) and not callable(part):
       raise types.UserError(
           f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
-          'stppo_jax/algorithms/variants.py'
+          'stppo_jax/algorithms/variant.py'
       )
   variant_with_names = variant  # the columns as they are given, for messages
   variant = dataclasses.replace(variant, **functions)
   validation.check_variant(config, variant)
-  for column in variants.BUILT_IN:
+  for column in variant_lib.BUILT_IN:
     function = getattr(variant, column)
     if not callable(function):
       continue
@@ -206,9 +207,9 @@ def make_variant(config: Config) -> Variant:
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
-def _check_hashable(name: str, variant: variants.Variant) -> None:
+def _check_hashable(name: str, variant: Variant) -> None:
   """Refuses a field that cannot be a static part of a compiled function."""
-  for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
+  for field in vars(variant).keys() - variant_lib.BUILT_IN.keys():  # functions may be any objects
     try:
       hash(getattr(variant, field))
     except TypeError:
@@ -219,9 +220,7 @@ def _check_hashable(name: str, variant: variants.Variant) -> None:
       ) from None
 
 
-def _overrides(
-    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
-) -> dict[str, Any]:
+def _overrides(algorithm: config_lib.AlgorithmSettings, variant: Variant) -> dict[str, Any]:
   """Returns the columns of the variant that the config sets."""
   columns = [field.name for field in dataclasses.fields(Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)

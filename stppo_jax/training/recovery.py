@@ -21,7 +21,7 @@ import numpy as np
 from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -61,9 +61,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def hold_workdir(
-    config: config_lib.Config, variant: variants.Variant, workdir: str
-) -> Iterator[None]:
+def hold_workdir(config: config_lib.Config, variant: Variant, workdir: str) -> Iterator[None]:
   """Context manager that locks `workdir` for this process, and claims it for this config.
 
   Raises UserError for the folder of another run or config, and for one that cannot hold
@@ -94,7 +92,7 @@ def check_shared(workdir: str) -> None:
     )
 
 
-def claim(config: config_lib.Config, variant: variants.Variant, workdir: str) -> None:
+def claim(config: config_lib.Config, variant: Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
   digests = prepare.sources(config)
   objective = variant.described()

@@ -21,7 +21,7 @@ from stppo_jax import components
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
@@ -61,7 +61,7 @@ class Parts:
   held_out: list[types.Task]
 
 
-def check(config: Config) -> variants.Variant:
+def check(config: Config) -> Variant:
   """Checks what can be checked before the work folder is claimed; returns the objective."""
   validation.validate(config)
   if config.train.deterministic:
@@ -207,9 +207,7 @@ def _make_demonstrator(config, agent, give_up):
   )
 
 
-def _make_replay(
-    config: Config, variant: variants.Variant, env: factory.EnvFactory
-) -> saved.Replay:
+def _make_replay(config: Config, variant: Variant, env: factory.EnvFactory) -> saved.Replay:
   """Makes the reader of the batches of config.rollout.replay."""
   return saved.Replay(
       config.rollout.replay,

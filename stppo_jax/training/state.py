@@ -4,14 +4,14 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
 import optax
 
-from stppo_jax.algorithms import score_norm
-from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
@@ -32,7 +32,7 @@ class TrainState:
   # What is trained of the policy, as it was after the update before the last one; only kept if
   # updates start from an extrapolation.
   previous_actor: dict | None = None
-  score_moments: score_norm.ScoreMoments | None = None  # None: scores are not normalised
+  score_moments: Any = None  # ScoreMoments of systems/ppo_max.py; None: scores are not normalised
 
 
 def extrapolated(state: TrainState, factor: float) -> TrainState:
@@ -88,7 +88,7 @@ class Spec:
   'both').
   """
 
-  variant: variants.Variant
+  variant: Variant
   actor: decoder.ModelConfig
   critic: decoder.ModelConfig | None
   actor_optimizer: optax.GradientTransformation
@@ -158,7 +158,9 @@ def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:
     previous_actor = jax.tree.map(jnp.copy, actor)
   moments = None
   if spec.variant.score_norm != 'none':
-    moments = score_norm.ScoreMoments.zero()
+    from stppo_jax.systems import ppo_max
+
+    moments = ppo_max.ScoreMoments.zero()
   return TrainState(
       step=jnp.zeros((), jnp.int32),
       actor=actor,

@@ -31,14 +31,10 @@ import optax
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import demonstrations
-from stppo_jax.algorithms import distillation
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
-from stppo_jax.algorithms import off_policy
-from stppo_jax.algorithms import score_norm
-from stppo_jax.algorithms import value_bins
-from stppo_jax.algorithms import variants
+from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
 from stppo_jax.models import sharding
@@ -84,9 +80,10 @@ def compile_functions(
   shardings = jax.tree.map(sharding_of, trees)
   places, tree = jax.tree.flatten(shardings)
   make: Callable = _jitted
-  for column in variants.BUILT_IN:
+  for column in variant_lib.BUILT_IN:
     part = getattr(spec.variant, column)
-    if not isinstance(part, (str, types.FunctionType)):
+    function = getattr(part, 'function', part)
+    if not isinstance(function, (str, types.FunctionType)):
       make = _jitted.__wrapped__  # without the cache
   return make(spec, mesh, tree, tuple(places))
 
@@ -185,7 +182,7 @@ def annotate(
         value_outputs = outputs.value_outputs
         if critic is not None:
           value_outputs = _critic(spec, critic, tokens, layout)
-        bins['old_values'] = value_bins.values(value_outputs, variant)
+        bins['old_values'] = variant.value_head.values(value_outputs, variant)
       columns = jax.tree.map(layout.unpack, bins)
       if routing is None:
         return columns, None, None
@@ -250,7 +247,9 @@ def with_advantages(
   mask = batch.action_mask
   metrics = {}
   if state.score_moments is not None:
-    batch, moments = score_norm.normalise(batch, state.score_moments, variant)
+    from stppo_jax.systems import ppo_max
+
+    batch, moments = ppo_max.normalise(batch, state.score_moments, variant)
     state = dataclasses.replace(state, score_moments=moments)
     metrics['critic/score_moments/mean'] = moments.mean
     metrics['critic/score_moments/deviation'] = moments.deviation
@@ -278,6 +277,8 @@ def with_advantages(
     batch = dataclasses.replace(batch, labels=labels)
   batch = advantages.estimate(batch, variant)
   if batch.teacher_logp is not None:
+    from stppo_jax.systems import distillation
+
     sampled_mask = demonstrations.sampled_mask(batch)
     gap = distillation.token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
     metrics['actor/teacher_kl'] = -losses.aggregate(gap, sampled_mask, 'token-mean')
@@ -285,7 +286,9 @@ def with_advantages(
     batch = dataclasses.replace(batch, advantages=with_teacher)
   batch = filters.apply(batch, variant)
   if spec.has_values and variant.value_loss == 'hl_gauss':
-    outside = value_bins.outside_share(batch.returns, mask, variant)
+    from stppo_jax.systems import hl_gauss
+
+    outside = hl_gauss.outside_share(batch.returns, mask, variant)
     metrics['critic/outside_bins'] = outside
   if batch.loss_mask is not None:
     num_tokens = jnp.maximum(mask.sum(), 1)
@@ -422,7 +425,7 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   metrics |= division_metrics
   step_scale: jax.Array | float = 1.0
   if spec.variant.step_scale != 'none':
-    step_scale = off_policy.STEP_SCALES[spec.variant.step_scale](metrics['stppo/ess_share'])
+    step_scale = jnp.sqrt(metrics['stppo/ess_share'])  # VCPO's rule for Adam
     metrics['stppo/step_scale'] = step_scale
   if spec.has_values:
     metrics['critic/grad_norm'] = correction.norm(grads['value'])
@@ -549,13 +552,13 @@ def _value_loss(inputs, layout, outputs):
   returns = layout.pack(inputs.batch.returns)
 
   def loss_of(outputs):
-    return value_bins.loss(outputs, old_values, returns, variant)
+    return variant.value_head.loss(outputs, old_values, returns, variant)
 
   loss, pull = jax.vjp(loss_of, outputs)
   is_here = layout.predicted.astype(jnp.float32)
   weights = layout.pack(inputs.weights.value * is_here)
   (d_outputs,) = pull(weights)
-  values = value_bins.values(outputs, variant)
+  values = variant.value_head.values(outputs, variant)
   return values, loss, d_outputs
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.algorithms import score_norm
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.systems import ppo_max
 from stppo_jax.training import loop
 from stppo_jax.types import TurnBatch
 from tests.support import tiny_run
@@ -50,9 +50,9 @@ def make_batch(scores, first_turn=0.0, padding=0):
 def normalised(*batches, **columns):
   """Returns the rewards of the last batch [B,T], and the moments."""
   variant = dataclasses.replace(PPO_MAX, **columns)
-  moments = score_norm.ScoreMoments.zero()
+  moments = ppo_max.ScoreMoments.zero()
   for batch in batches:
-    batch, moments = score_norm.normalise(batch, moments, variant)
+    batch, moments = ppo_max.normalise(batch, moments, variant)
   return np.asarray(batch.rewards), moments
 
 
@@ -103,8 +103,8 @@ class MomentsTest(parameterized.TestCase):
 
   def test_it_compiles_with_a_batch_of_padding(self):
     batch = jax.tree.map(jnp.asarray, make_batch([], padding=3))
-    run = jax.jit(score_norm.normalise, static_argnums=2)
-    batch, moments = run(batch, score_norm.ScoreMoments.zero(), PPO_MAX)
+    run = jax.jit(ppo_max.normalise, static_argnums=2)
+    batch, moments = run(batch, ppo_max.ScoreMoments.zero(), PPO_MAX)
     np.testing.assert_array_equal(batch.rewards, 0)
     np.testing.assert_array_equal(moments, 0)
 

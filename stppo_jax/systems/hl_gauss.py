@@ -1,14 +1,11 @@
-"""The critic's outputs: a value per state, or the logits of bins, whose mean is the value.
+"""A critic of bins (HL-Gauss): it outputs the logits of bins, whose mean is the value.
 
-`values` and `loss` take the outputs of the value head. With value_loss 'mse' an output is the value
-itself [B,T]. With 'hl_gauss' it is the logits [B,T,n] of n bins of equal width that cover the
-support from value_low to value_high.
+The outputs are the logits [B,T,n] of n bins of equal width that cover the support from value_low to
+value_high. Source: the critic of Hyper++ (arXiv 2512.14202, authors' code, hl_gauss.py), after
+Farebrother et al. (arXiv 2403.03950).
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING
 
 import chex
 import jax
@@ -17,11 +14,9 @@ import numpy as np
 import optax
 
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms.variant import ValueHead
+from stppo_jax.algorithms.variant import Variant
 
-if TYPE_CHECKING:
-  from stppo_jax.algorithms.variants import Variant
-
-VALUE_LOSSES = ('mse', 'hl_gauss')
 SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
 # Returns should stay this many bins away from each end of the support: four standard deviations.
 MARGIN = 4 * SMOOTHING
@@ -32,8 +27,6 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
 
   V = sum_k softmax(logits)_k c_k,   c_k the centre of bin k
   """
-  if variant.value_loss == 'mse':
-    return outputs
   low = variant.value_low
   high = variant.value_high
   num_bins = outputs.shape[-1]
@@ -48,14 +41,11 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
 def loss(
     outputs: jax.Array, old_values: jax.Array, returns: jax.Array, variant: Variant
 ) -> jax.Array:
-  """Returns the critic's loss of each token [B,T] by `variant.value_loss`.
+  """Returns the cross-entropy [B,T] of the bins to `gaussian_targets` of the returns.
 
-  For 'hl_gauss' it is the cross-entropy of the bins to `gaussian_targets` of the returns. Its least
-  value is the entropy of the targets, and not 0.
+  Its least value is the entropy of the targets, and not 0.
   """
-  if variant.value_loss == 'mse':
-    clip = variant.value_clip
-    return losses.value_loss(outputs, old_values, returns, clip)
+  del old_values
   chex.assert_equal_shape_prefix([outputs, returns], 2)
   low = variant.value_low
   high = variant.value_high
@@ -72,8 +62,6 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   b_k are the edges of the bins, Phi is the normal distribution function, and y is clipped to the
   support. Where y is at least `MARGIN` bins from the ends, the mean of the bins is y to 1.2e-4 of
   the width of a bin. On an end it is off by .69 of this width.
-
-  Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
   """
   edges = _edges(low, high, num_bins)
   width = (high - low) / num_bins
@@ -114,3 +102,6 @@ def labels(variant: Variant) -> tuple[str, ...]:
 
 def _edges(low, high, num_bins):
   return np.linspace(low, high, num_bins + 1)
+
+
+BINS = ValueHead(labels, values, loss)

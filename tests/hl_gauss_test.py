@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from stppo_jax import config as schema
-from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.systems import hl_gauss
 from stppo_jax.training import loop
 from stppo_jax.training import objective
 from stppo_jax.training import recovery
@@ -57,27 +57,27 @@ class TargetsTest(parameterized.TestCase):
   def test_four_bins_by_hand(self):
     # s = 3/16. Phi(4/3) = .90879 and Phi(8/3) = .99617, so that the bins have .40879 and .08738
     # before the division by .99234.
-    targets = value_bins.gaussian_targets(jnp.array(0.5), 0.0, 1.0, 4)
+    targets = hl_gauss.gaussian_targets(jnp.array(0.5), 0.0, 1.0, 4)
     np.testing.assert_allclose(targets, [0.0881, 0.4119, 0.4119, 0.0881], atol=5e-5)
 
   def test_a_return_at_the_end_is_off(self):
-    targets = value_bins.gaussian_targets(jnp.array([0.0, 1.0]), 0.0, 1.0, 51)
+    targets = hl_gauss.gaussian_targets(jnp.array([0.0, 1.0]), 0.0, 1.0, 51)
     np.testing.assert_allclose(mean_of_bins(targets, 0, 1), [0.0135, 0.9865], atol=2e-4)
 
   def test_inside_the_margin_the_mean_is_the_return(self):
-    low, high = value_bins.inner_support(variants.VARIANTS['hl_gauss_ppo'])
+    low, high = hl_gauss.inner_support(variants.VARIANTS['hl_gauss_ppo'])
     self.assertLess(low, 0)
     self.assertGreater(high, 1)
     returns = np.linspace(low, high, 201)
-    targets = value_bins.gaussian_targets(jnp.asarray(returns), -0.5, 1.5, 51)
+    targets = hl_gauss.gaussian_targets(jnp.asarray(returns), -0.5, 1.5, 51)
     np.testing.assert_allclose(mean_of_bins(targets, -0.5, 1.5), returns, atol=2e-4)
-    targets = value_bins.gaussian_targets(jnp.array([0.0, 0.3, 1.0]), -0.5, 1.5, 51)
+    targets = hl_gauss.gaussian_targets(jnp.array([0.0, 0.3, 1.0]), -0.5, 1.5, 51)
     np.testing.assert_allclose(mean_of_bins(targets, -0.5, 1.5), [0, 0.3, 1], atol=1e-5)
 
   @parameterized.parameters(-9.0, -1.0, -0.3, 0.0, 0.77, 2.0, 50.0)
   def test_against_the_error_function(self, y):
     with jax.enable_x64(True):
-      got = value_bins.gaussian_targets(jnp.array(y), -1.0, 2.0, 7)
+      got = hl_gauss.gaussian_targets(jnp.array(y), -1.0, 2.0, 7)
       np.testing.assert_allclose(got, targets_of_math(y, -1.0, 2.0, 7), atol=1e-14)
 
 
@@ -91,7 +91,7 @@ class LossTest(parameterized.TestCase):
     self.enter_context(jax.enable_x64(True))
 
   def loss(self, logits):
-    return value_bins.loss(logits, jnp.zeros((2, 3)), jnp.asarray(self.returns), ROW)
+    return hl_gauss.loss(logits, jnp.zeros((2, 3)), jnp.asarray(self.returns), ROW)
 
   def test_loss_and_gradient_against_numpy(self):
     shifted = np.exp(self.logits)
@@ -107,31 +107,32 @@ class LossTest(parameterized.TestCase):
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
 
   def test_gradient_is_zero_at_the_targets(self):
-    targets = value_bins.gaussian_targets(jnp.asarray(self.returns), -0.5, 1.5, 21)
+    targets = hl_gauss.gaussian_targets(jnp.asarray(self.returns), -0.5, 1.5, 21)
     logits = jnp.log(targets)
     gradient = jax.grad(lambda x: jnp.sum(self.loss(x)))(logits)
     np.testing.assert_allclose(gradient, np.zeros((2, 3, 21)), atol=1e-12)
-    near = np.clip(self.returns, *value_bins.inner_support(ROW))
-    targets = value_bins.gaussian_targets(jnp.asarray(near), -0.5, 1.5, 21)
-    values = value_bins.values(jnp.log(targets), ROW)
+    near = np.clip(self.returns, *hl_gauss.inner_support(ROW))
+    targets = hl_gauss.gaussian_targets(jnp.asarray(near), -0.5, 1.5, 21)
+    values = hl_gauss.values(jnp.log(targets), ROW)
     np.testing.assert_allclose(values, near, atol=2e-3)
 
   def test_zero_logits_are_the_middle(self):
-    values = value_bins.values(jnp.zeros((2, 3, 21)), ROW)
+    values = hl_gauss.values(jnp.zeros((2, 3, 21)), ROW)
     np.testing.assert_allclose(values, np.full((2, 3), 0.5), rtol=1e-12)
 
   def test_mse_is_the_regression_loss(self):
     row = variants.VARIANTS['ppo']
     outputs = jnp.array([[0.25, 2.0]])
-    np.testing.assert_array_equal(value_bins.values(outputs, row), outputs)
-    loss = value_bins.loss(outputs, jnp.array([[0.25, 1.0]]), jnp.ones((1, 2)), row)
+    head = row.value_head
+    np.testing.assert_array_equal(head.values(outputs, row), outputs)
+    loss = head.loss(outputs, jnp.array([[0.25, 1.0]]), jnp.ones((1, 2)), row)
     np.testing.assert_allclose(loss, [[0.28125, 0.5]])
 
   def test_share_of_returns_outside(self):
     # 40 bins of .05: the inner support is [-.35, 1.35].
     row = dataclasses.replace(ROW, value_bins=40)
     returns = jnp.array([[-0.4, -0.3, 1.3, 1.4, 9.0]])
-    share = value_bins.outside_share(returns, jnp.array([[1.0, 1, 1, 1, 0]]), row)
+    share = hl_gauss.outside_share(returns, jnp.array([[1.0, 1, 1, 1, 0]]), row)
     self.assertAlmostEqual(float(share), 0.5)
 
 
@@ -151,7 +152,7 @@ class StepTest(parameterized.TestCase):
     def loss_of(critic):
       x, _ = decoder.trunk(critic, BINS, batch.tokens)
       logits = decoder.state_values(critic, x)
-      loss = value_bins.loss(logits, batch.old_values, batch.returns, ROW)
+      loss = hl_gauss.loss(logits, batch.old_values, batch.returns, ROW)
       return jnp.sum(loss * batch.action_mask) / batch.action_mask.sum()
 
     loss, gradient = jax.value_and_grad(loss_of)(before)

@@ -1,25 +1,20 @@
 """Score normalisation by the mean and deviation of all episodes so far (PPO-max).
 
-PPO-max (arXiv 2307.04964, section 5.4; P) normalises and clips scores by historical moments. The
-released script divides by the running deviation alone (C, `ppo_trainer.py`).
+PPO-max (Zheng et al., arXiv 2307.04964, section 5.4) normalises and clips scores by historical
+moments. The released script divides by the running deviation alone (`ppo_trainer.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from stppo_jax import types
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
-
-if TYPE_CHECKING:
-  from stppo_jax.algorithms.variants import Variant
-
-MODES = ('none', 'scale', 'normalise')
 
 
 class ScoreMoments(NamedTuple):

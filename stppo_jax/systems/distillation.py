@@ -5,6 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import Estimator
+from stppo_jax.algorithms.variant import Variant
+from stppo_jax.types import TurnBatch
 
 
 def token_advantages(
@@ -18,11 +21,23 @@ def token_advantages(
   policy, the mean of A_t grad log pi(y_t | s_t) is minus the gradient of this KL in the state s_t.
   States are constant, which is a discount of 0.
 
-  Source: tinker-cookbook 9dfcc3a2, `incorporate_kl_penalty` (C). slime 1dda039b9 (C) and verl
-  624b824a8 with `use_policy_gradient` and k1 (C) have the same advantage. TRL's
-  DistillationTrainer (C) takes the gradient over the whole vocabulary instead.
+  Source: tinker-cookbook 9dfcc3a2, `incorporate_kl_penalty`. slime 1dda039b9 and verl 624b824a8
+  with `use_policy_gradient` and k1 have the same advantage. TRL's DistillationTrainer takes
+  the gradient over the whole vocabulary instead.
   Choice: the advantage is within +-20, because a server may report an impossible token as -9999.
   """
   chex.assert_equal_shape([teacher_logp, old_logp, action_mask])
   gap = segments.bounded(teacher_logp - old_logp)
   return jnp.where(action_mask > 0, gap, 0)
+
+
+def no_advantage(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+  """Returns 0 for all tokens, for runs whose advantages come from a teacher alone."""
+  del variant
+  if batch.teacher_logp is None:
+    raise ValueError("advantage 'none' needs batch.teacher_logp: the batch has no teacher")
+  zeros = jnp.zeros_like(batch.rewards)
+  return zeros, zeros
+
+
+NO_ADVANTAGE = Estimator(no_advantage)
