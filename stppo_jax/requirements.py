@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from importlib import metadata
 import pathlib
+import platform
 import re
 import tomllib
 from typing import NamedTuple
@@ -48,6 +49,36 @@ def own_version() -> str:
   if _PYPROJECT.exists():
     return _project()['version']
   return metadata.version(NAME)
+
+
+def tested_python() -> str:
+  """Returns the range of Python versions that the package is tested with."""
+  if _PYPROJECT.exists():
+    return _project()['requires-python']
+  return metadata.metadata(NAME)['Requires-Python']
+
+
+def state(package: Package) -> str:
+  """Returns what is to be said about an installed version: '' if it is in the tested range."""
+  from packaging import specifiers
+  from packaging import version
+
+  if package.is_tested:
+    return ''
+  if not package.installed:
+    return 'missing'
+  bounds = [bound for bound in specifiers.SpecifierSet(package.tested) if bound.operator == '<']
+  if any(version.Version(package.installed) >= version.Version(bound.version) for bound in bounds):
+    return 'newer than tested'
+  return 'not tested'
+
+
+def python() -> Package:
+  """Returns the Python that runs, as a package."""
+  from packaging import specifiers
+
+  running, tested = platform.python_version(), tested_python()
+  return Package('Python', tested, running, running in specifiers.SpecifierSet(tested))
 
 
 def _project() -> Mapping:

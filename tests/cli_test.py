@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import platform
 import pty
 import re
 import select
@@ -278,7 +279,7 @@ class DoctorTest(absltest.TestCase):
   def test_packages_of_the_clone_are_installed(self):
     text, is_complete = doctor.packages_text()
     self.assertTrue(is_complete)
-    self.assertRegex(text, r'jax +[\d.]+ +<0.12,>=0.10.2')
+    self.assertRegex(text, r'jax +[\d.]+ +<0.13,>=0.10.2')
 
   def test_missing_package_is_named_with_the_command(self):
     lines = {'': ['jax>=99', 'no_such_package>=1'], 'serve': ['uvicorn', 'nowhere']}
@@ -289,6 +290,19 @@ class DoctorTest(absltest.TestCase):
     self.assertFalse(packages[0].is_tested)
     self.assertIn('without tested jax, no_such_package: pip install "."', text)
     self.assertIn('without tested nowhere: pip install ".[serve]"', text)
+
+  def test_versions_above_the_tested_range_are_named(self):
+    lines = {'': ['jax>=0.1,<0.2', 'absl-py>=99', 'numpy>=1']}
+    with (
+        mock.patch.object(requirements, '_texts', return_value=lines),
+        mock.patch.object(platform, 'python_version', lambda: '3.99.1'),
+    ):
+      text, is_complete = doctor.packages_text()
+    self.assertTrue(is_complete)
+    self.assertRegex(text, r'(?m)^Python +3\.99\.1 .*<3\.15.* newer than tested$')
+    self.assertRegex(text, r'(?m)^jax .* newer than tested$')
+    self.assertRegex(text, r'(?m)^absl-py .* not tested$')
+    self.assertRegex(text, r'(?m)^numpy +[\d.]+ +>=1$')
 
   def test_extras_of_a_package_are_checked_too(self):
     lines = {'gpu': ['jax[cuda12]>=0.10']}

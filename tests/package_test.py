@@ -17,13 +17,14 @@ from absl.testing import parameterized
 import pytest
 
 import run
+import stppo_jax
 from stppo_jax import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
 PROJECT = PYPROJECT['project']
 EXTRAS = PROJECT['optional-dependencies']
-PLATFORMS = ('gpu', 'tpu')  # each is jax with one more option
+PLATFORMS = ('gpu', 'gpu13', 'tpu', 'plan')  # each is jax with options
 # What pip writes for the entry point.
 SCRIPT = (
     'import sys\nfrom stppo_jax.cli import main\nif __name__ == "__main__":\n  sys.exit(main())\n'
@@ -73,15 +74,24 @@ class PyprojectTest(parameterized.TestCase):
     self.assertEqual(from_extra('dev'), from_file('requirements-dev.txt'))
 
   @parameterized.parameters(*PLATFORMS)
-  def test_a_platform_is_jax_of_the_same_range_with_one_option(self, extra):
+  def test_a_platform_is_jax_of_the_same_range(self, extra):
     (jax,) = EXTRAS[extra]
-    self.assertIn(re.sub(r'\[\w+\]', '', jax), PROJECT['dependencies'])
+    self.assertIn(re.sub(r'\[[\w,-]+\]', '', jax), PROJECT['dependencies'])
+
+  def test_each_python_is_named_where_a_user_looks(self):
+    lowest, end = (int(minor) for minor in re.findall(r'3\.(\d+)', PROJECT['requires-python']))
+    classified = [name for name in PROJECT['classifiers'] if 'Python ::' in name]
+    python = 'Programming Language :: Python :: 3.'
+    self.assertEqual(classified, [f'{python}{minor}' for minor in range(lowest, end)])
+    for name in ('README.md', 'docs/quickstart.md', 'requirements.txt'):
+      text = (ROOT / name).read_text(encoding='utf-8')
+      self.assertIn(f'Python 3.{lowest} to 3.{end - 1}', text)
 
   def test_the_packages_are_all_rooms_and_the_experiments(self):
     rooms = {path.parent for path in (ROOT / 'stppo_jax').rglob('__init__.py')}
     rooms = {room.relative_to(ROOT).as_posix().replace('/', '.') for room in rooms}
-    self.assertEqual(
-        set(PYPROJECT['tool']['setuptools']['packages']), rooms | {'stppo_jax.shipped.experiments'}
+    self.assertCountEqual(
+        PYPROJECT['tool']['setuptools']['packages'], [*rooms, 'stppo_jax.shipped.experiments']
     )
 
   def test_the_package_data_are_all_files_that_are_not_python(self):
@@ -112,6 +122,7 @@ class PyprojectTest(parameterized.TestCase):
   def test_the_version_stands_in_the_citation_and_in_the_changelog(self):
     citation = (ROOT / 'CITATION.cff').read_text(encoding='utf-8')
     self.assertIn(f'\nversion: {PROJECT["version"]}\n', citation)
+    self.assertEqual(stppo_jax.__version__, PROJECT['version'])
     changes = re.findall(r'^## (\S+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.M)
     released = [version for version in changes if version != 'Unreleased']
     self.assertEqual(released[0], PROJECT['version'])

@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+from jax.experimental import topologies as jax_topologies
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -340,6 +341,18 @@ class PlanTest(parameterized.TestCase):
   def too_large(self, program, unused_plan):
     program.temporaries = 2**21
 
+  @parameterized.parameters(
+      'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm.',
+      'RESOURCE_EXHAUSTED: E1000: the total memory required for HLO temporaries (20.50G) exceeds '
+      'available HBM (15.75G). HLO module: jit_step.',
+  )
+  def test_a_program_that_the_compiler_refuses(self, message):
+    program = mock.Mock(temporaries=0)
+    error = jax.errors.JaxRuntimeError(message)
+    program.traced.lower.return_value.compile.side_effect = error
+    plan._compile(program, mock.Mock(tpu_limit_mib=0))
+    self.assertEqual(program.temporaries, 20.5 * 2**30)
+
   def test_a_run_that_does_not_fit(self):
     experiment = os.path.join(self.tmp, 'experiment.py')
     with open(experiment, 'w', encoding='utf-8') as file:
@@ -372,14 +385,32 @@ class PlanTest(parameterized.TestCase):
       topologies.devices_of(topology)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
-    for words in (topology, 'v5e:8x8', 'v5p:4x4x4', 'h100:1x1x8'):
+    for words in (topology, 'v5e:8x8', 'v5p:4x4x4', 'v7x:2x2x4', 'h100:1x1x8', 'b200:1x1x8'):
       self.assertIn(words, message)
 
-  @parameterized.parameters('v5e:8x8', 'h100:1x1x8')
+  @parameterized.parameters('v5e:8x8', 'v7x:2x2x4', 'h100:1x1x8', 'h200:1x1x8', 'b200:1x1x8')
   def test_a_compiler_that_is_not_installed(self, topology):
     with mock.patch.object(topologies, '_installed', return_value=False):
       with self.assertRaisesRegex(UserError, r'\.\[plan\]'):
         topologies.devices_of(topology)
+
+  @parameterized.parameters(
+      ('h100:1x1x8', 'jax_plugins.xla_cuda12', 'cuda'),
+      ('h100:1x1x8', 'jax_plugins.xla_cuda13', 'cuda'),
+      ('b200:1x1x8', 'jax_plugins.xla_cuda13', 'cuda'),
+      ('v7x:2x2x4', 'libtpu', 'tpu7x:2x2x4'),
+  )
+  def test_each_plugin_and_chip_is_accepted(self, topology, package, asked):
+    described = mock.Mock(devices=['device'])
+    with (
+        mock.patch.object(topologies, '_installed', side_effect=lambda name: name == package),
+        mock.patch.object(jax_topologies, 'get_topology_desc', return_value=described) as describe,
+        mock.patch.dict(os.environ),
+    ):
+      devices, chip = topologies.devices_of(topology)
+    self.assertEqual(devices, ['device'])
+    self.assertIn(chip.name, [known.name for known in topologies.CHIPS.values()])
+    self.assertIn(asked, [*describe.call_args.args, *describe.call_args.kwargs.values()])
 
   def test_compiler_errors_are_explained(self):
     taken = topologies.explained(

@@ -34,10 +34,11 @@ def packages_text() -> tuple[str, bool]:
   """Returns the table of packages, and whether those that every run needs are installed."""
   groups = requirements.groups()
   lines = [f'{"":24}{"installed":16}tested']
-  for package in groups['']:
-    state = package.installed or 'missing'
-    remark = '' if package.is_tested else '  not tested'
-    lines.append(f'{package.name:24}{state:16}{package.tested}{remark}')
+  for package in [requirements.python(), *groups['']]:
+    state = requirements.state(package)
+    lines.append(
+        f'{package.name:24}{package.installed or "missing":16}{package.tested}  {state}'.rstrip()
+    )
   is_complete = all(package.installed for package in groups[''])
   for extra, packages in groups.items():
     title = f'extra {extra}' if extra else 'every run'

@@ -35,6 +35,8 @@ from stppo_jax.training import state as state_lib
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
 LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
+# What the TPU compiler writes of a program that needs too much memory: older and newer libtpu.
+_TOO_LARGE = r'Used ([\d.]+)([MG]) of|\(([\d.]+)([MG])\) exceeds available HBM'
 NUM_STOP_STATES = 32  # assumed size of the stop automaton, which depends on the tokenizer
 
 
@@ -118,7 +120,7 @@ def make(config: Config, topology: str = '') -> Plan:
   mesh = sharding.mesh_of(config.mesh, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   on_host = learner_lib.on_host(config, mesh)
-  absent_gpu = bool(topology) and chip.name == topologies.CHIPS['h100'].name
+  absent_gpu = topology.partition(':')[0] in topologies.GPUS
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
     options = dataclasses.replace(config.model, attention='plain')
     config = dataclasses.replace(config, model=options)
@@ -242,12 +244,12 @@ def _compile(program, plan):
   try:
     compiled = lowered.compile(options)
   except jax.errors.JaxRuntimeError as error:
-    used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
+    used = re.search(_TOO_LARGE, str(error))
     if not used:
       raise topologies.explained(error, plan.topology) from error
     # The compiler rejects a program that does not fit. Its figure includes the arguments.
-    unit = {'M': 2**20, 'G': GIB}[used[2]]
-    program.temporaries = int(float(used[1]) * unit)
+    size, unit = used[1] or used[3], used[2] or used[4]
+    program.temporaries = int(float(size) * {'M': 2**20, 'G': GIB}[unit])
     program.note = ', rejected by the compiler for its size'
     return
   memory = compiled.memory_analysis()

@@ -1,13 +1,14 @@
 """Topologies to compile for without the hardware: 'v5e:8x8' in, devices and chip figures out.
 
-TPU topologies need libtpu; GPU topologies need jax-cuda12-plugin and ptxas. See
-the extra `plan` in pyproject.toml.
+TPU topologies need libtpu; GPU topologies need JAX's plug-in for CUDA 12 or 13, and ptxas. See the
+extra `plan` in pyproject.toml.
 """
 
 import dataclasses
 import importlib.util
 import os
 import re
+from typing import NamedTuple
 
 import jax
 
@@ -19,7 +20,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Public figures of one chip; a speed of 0 is unknown and gives no time."""
+  """Public figures of one device; a speed of 0 is unknown and gives no time."""
 
   name: str
   memory: int  # bytes that programs can use
@@ -29,21 +30,30 @@ class Chip:
   latency: float = 0.0  # seconds of a small all-reduce between a few neighbours, assumed
 
 
-# Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
-# Latencies are assumptions, not published figures.
+# Google's system pages and NVIDIA's data sheets; memory as the compilers and drivers report it. A
+# device of v7x is one of a chip's two halves. Latencies are assumptions, not published figures.
 CHIPS = {
     'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12, 5e-6),
     'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12, 5e-6),
     'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12, 5e-6),
+    'v7x': Chip('TPU7x core', int(94.74 * GIB), 1153.5e12, 3.69e12, 0.3e12, 5e-6),
     'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12, 10e-6),
+    'h200': Chip('H200 141GB SXM', 151_397_597_184, 989e12, 4.8e12, 0.45e12, 10e-6),
+    'b200': Chip('B200 180GB SXM', 191_514_411_008, 2250e12, 7.67e12, 0.9e12, 10e-6),
 }
 # JAX's programs get this share of a GPU's memory, preallocated or not.
 FRACTIONS = ('XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION')
 DEFAULT_FRACTION = 0.75
-KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
+KINDS = {
+    'TPU v5 lite': 'v5e',
+    'TPU v5': 'v5p',
+    'TPU v5p': 'v5p',
+    'TPU v6 lite': 'v6e',
+    'TPU7x': 'v7x',
+}
 FORMS = (
-    'v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
-    '(1 x hosts x GPUs per host), or nothing for the devices here'
+    'v5e:8x8, v6e:4x4, v5p:4x4x4, v7x:2x2x4 and other sizes (even numbers of chips), h100:1x1x8, '
+    'h200:1x1x8, b200:1x1x8 (1 x hosts x GPUs per host), or nothing for the devices here'
 )
 # Stops libtpu from querying the network for the kind of machine, and from logging about it.
 TPU_ENVIRONMENT = {
@@ -54,24 +64,43 @@ TPU_ENVIRONMENT = {
     'TPU_MIN_LOG_LEVEL': '3',
 }
 
-# What XLA's CUDA compiler needs to know of an absent device: the H100 SXM.
-H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"
-  cuda_compute_capability { major: 9 minor: 0 }
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32
+# What XLA's CUDA compiler needs to know of an absent device. All have SXM sockets.
+TARGET = """
+gpu_device_info {{
+  name: "{name}"
+  cuda_compute_capability {{ major: {major} minor: 0 }}
+  device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {l2}
+  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {clock} threads_per_warp: 32
   threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
   shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
   shared_memory_per_core: 233472
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
 """
+
+
+class Gpu(NamedTuple):
+  """Figures of a GPU that its compiler asks for."""
+
+  name: str
+  major: int  # first number of the compute capability
+  bandwidth: int  # bytes of memory per second
+  l2: int  # bytes of the cache
+  cores: int
+  clock: float  # GHz
+
+
+GPUS = {
+    'h100': Gpu('NVIDIA H100 80GB HBM3', 9, 3352320000000, 52428800, 132, 1.98),
+    'h200': Gpu('NVIDIA H200', 9, 4800000000000, 52428800, 132, 1.98),
+    'b200': Gpu('NVIDIA B200', 10, 7672320000000, 132644864, 148, 1.965),
+}
+PLUGINS = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')  # JAX needs one of them
 
 
 def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
@@ -79,24 +108,28 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
   if not topology:
     return _local_devices()
   name, _, shape = topology.partition(':')
-  forms = r'\d+x\d+x\d+' if name in ('v5p', 'h100') else r'\d+x\d+'
+  forms = r'\d+x\d+x\d+' if name in ('v5p', 'v7x', *GPUS) else r'\d+x\d+'
   if name not in CHIPS or not re.fullmatch(forms, shape):
     raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
-  package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
-  if not _installed(package):
-    raise UserError(f'--topology={topology} needs the package {package}: pip install ".[plan]"')
+  packages = PLUGINS if name in GPUS else ('libtpu',)
+  if not any(map(_installed, packages)):
+    raise UserError(
+        f'--topology={topology} needs the package {" or ".join(packages)}: pip install ".[plan]"'
+    )
   os.environ.update(TPU_ENVIRONMENT)
   from jax.experimental import topologies
 
   try:
-    if name == 'h100':
-      description = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
+    if name in GPUS:
+      target = TARGET.format(memory=CHIPS[name].memory, **GPUS[name]._asdict())
+      description = topologies.get_topology_desc(name, 'cuda', target_config=target, topology=shape)
     else:
-      description = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+      known_as = topology.replace('v7x', 'tpu7x')
+      description = topologies.get_topology_desc(platform='tpu', topology_name=known_as)
   except jax.errors.JaxRuntimeError as error:
     raise explained(error, topology) from error
   chip = CHIPS[name]
-  return description.devices, usable(chip) if name == 'h100' else chip
+  return description.devices, usable(chip) if name in GPUS else chip
 
 
 def usable(gpu: Chip) -> Chip:
@@ -129,7 +162,8 @@ def _local_devices():
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
   else:
     memory = devices[0].memory_stats()['bytes_limit']
-  chip = CHIPS['h100'] if 'H100' in kind else Chip(kind, memory)
+  found = (CHIPS[name] for name in GPUS if name.upper() in kind)
+  chip = next(found, Chip(kind, memory))
   return devices, dataclasses.replace(chip, memory=memory)
 
 
