@@ -21,12 +21,14 @@ import numpy as np
 
 from stppo_jax import plugins
 from stppo_jax import tasks as tasks_lib
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
+from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
 from stppo_jax.envs import tools
 from stppo_jax.envs.adapters import gem
@@ -215,7 +217,17 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
     make = ADAPTERS[prefix](rest)
   else:
     make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
-  return factory.make_factory(env.kind, make, available, env.options)
+  options = dict(env.options)
+  if make is tools.ToolEnv:
+    options['form'] = _tool_form(config, options.get('form', tool_calls.AUTO))
+  return factory.make_factory(env.kind, make, available, options)
+
+
+def _tool_form(config: Config, setting: str) -> str:
+  """Returns the form of tool calls, which the model's chat template may choose."""
+  folder = config.model.folder
+  template = tokenizer_lib.template_text(folder) if os.path.isdir(folder) else ''
+  return tool_calls.form_name(setting, template)
 
 
 def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:

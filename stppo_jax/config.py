@@ -522,8 +522,8 @@ class ServeSettings(Section):
   max_body_mb: int = setting(
       4, 'megabytes of a request; larger requests get status 413', at_least=1)
   tool_form: str = setting(
-      'hermes', 'format of tool calls, see envs/tool_calls.py',
-      allowed=('hermes', 'llama3', 'tags'))
+      'auto', "format of tool calls, see envs/tool_calls.py; 'auto': that of the chat template",
+      allowed=('auto', 'hermes', 'llama3', 'qwen_xml', 'tags'))
   agent_timeout_s: float = setting(300.0, 'time limit of an agent program, per episode', above=0)
   on_crash: str = setting(
       'mask', "an episode whose agent program raised is not trained on ('mask') or has reward 0 "

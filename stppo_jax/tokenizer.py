@@ -17,12 +17,15 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+from absl import logging
 import numpy as np
 import tokenizers
 
+from stppo_jax import thoughts
 from stppo_jax import types
 
 CLOSING_TAG = '</information>'
+THOUGHT_STATE = 1  # where a `stop_automaton` that skips thoughts begins if a turn begins in one
 
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
@@ -50,9 +53,11 @@ class Tokenizer:
 
   folder: str
   vocab_size: int  # largest id + 1
-  eos_ids: tuple[int, ...]  # each of them ends a turn; may be empty
+  eos_ids: tuple[int, ...]  # each of them ends a turn, the template's first; may be empty
+  bos_ids: tuple[int, ...]  # that the file puts before a text, as Llama 3's <|begin_of_text|>
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
+  template: str  # text of the chat template; '': none
   render: Callable[..., str] | None  # messages -> text with generation prompt; None: none
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
@@ -66,6 +71,15 @@ class Tokenizer:
     library = self.control_library if control else self.text_library
     encoding = library.encode(valid(text), add_special_tokens=False)
     return encoding.ids
+
+  def begin(self, ids: list[int]) -> list[int]:
+    """Returns the ids of a first text, after the tokens that begin one unless it has them."""
+    bos_ids = list(self.bos_ids)
+    return ids if ids[: len(bos_ids)] == bos_ids else bos_ids + ids
+
+  def opening(self, ids: Ids) -> str:
+    """Returns the tag with which `ids` open a thought of the turn that follows; '': they do not."""
+    return thoughts.opening(self.decode(ids[-thoughts.NUM_TAIL :]))
 
   def mark(self, value: Any, only_special: bool = False) -> Any:
     """Returns a JSON value in whose texts the added tokens are marked.
@@ -173,13 +187,18 @@ def load_tokenizer(
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
     pad_id = eos_ids[0] if eos_ids else 0
+  template, render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
+  if render is not None:
+    eos_ids = _with_turn_end(folder, eos_ids, render, control_library)
   return Tokenizer(
       folder=folder,
       vocab_size=len(token_bytes),
       eos_ids=eos_ids,
+      bos_ids=_bos_ids(control_library),
       pad_id=pad_id,
       token_bytes=token_bytes,
-      render=_chat_renderer(folder, settings, template_kwargs or {}, default_template),
+      template=template,
+      render=render,
       text_library=text_library,
       control_library=control_library,
       passage_library=passage_library,
@@ -215,7 +234,7 @@ def encode_prompt(
   the text `declaration` before the message where the template does not show them.
   """
   if tokenizer.render is None:
-    return tokenizer.encode(declaration + user_message)
+    return tokenizer.begin(tokenizer.encode(declaration + user_message))
   frame = _make_frame(tokenizer, [], 'user', tools)
   if tools:
     name = tools[0]['function']['name']
@@ -350,14 +369,21 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   return ids[: limit - len(tail)] + tail
 
 
-def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) -> np.ndarray:
+def stop_automaton(
+    token_bytes: Sequence[bytes], stop_strings: Sequence[str], skips_thoughts: bool = False
+) -> np.ndarray:
   """Returns the next state after each token: [states, V] int32; 0 = start, last = stopped.
 
   An Aho-Corasick automaton over bytes, lifted to tokens by following each token's bytes. So a stop
-  string is found across tokens, inside one, or followed by more bytes of its token.
+  string is found across tokens, inside one, or followed by more bytes of its token. With
+  `skips_thoughts` none is found in a thought, and `THOUGHT_STATE` begins a turn in one.
   """
   patterns = [text.encode('utf-8') for text in stop_strings]
-  steps = _byte_automaton(patterns)  # [states, 256]
+  modes: list[dict[bytes, int | None]] = [dict.fromkeys(patterns)]
+  if skips_thoughts:
+    modes[0][thoughts.OPEN.encode()] = THOUGHT_STATE
+    modes.append({thoughts.CLOSE.encode(): 0})
+  steps = _byte_automaton(modes)
   lengths = np.array([*map(len, token_bytes)], np.int64)
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b''.join(token_bytes), np.uint8)
@@ -372,32 +398,37 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) ->
   return table
 
 
-def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
-  """Returns the Aho-Corasick automaton [states, 256] int32; its last state means any match.
+def _byte_automaton(modes: Sequence[Mapping[bytes, int | None]]) -> np.ndarray:
+  """Returns the Aho-Corasick automaton [states, 256] int32; its last state means a stop string.
 
-  A state is a prefix of a pattern. A byte leads to the longest prefix that ends the text so far.
+  A state is a mode and a prefix of one of its patterns. A byte leads to the longest prefix that
+  ends the text so far. A whole pattern leads to the mode that it maps to, or stops if that is None.
+  The state with the number of a mode is its start.
   """
-  if b'' in patterns:
-    raise types.UserError('an empty stop string was given: leave it out or give its text')
-  prefixes = set()
-  for pattern in patterns:
-    prefixes.update(pattern[:n] for n in range(len(pattern)))
-  states: dict[bytes, int] = {b'': 0}
-  for prefix in sorted(prefixes):
-    if not any(pattern in prefix for pattern in patterns):
-      states.setdefault(prefix, len(states))
+  states = {(mode, b''): mode for mode in range(len(modes))}
+  for mode, patterns in enumerate(modes):
+    if b'' in patterns:
+      raise types.UserError('an empty stop string was given: leave it out or give its text')
+    prefixes = set()
+    for pattern in patterns:
+      prefixes.update(pattern[:n] for n in range(len(pattern)))
+    for prefix in sorted(prefixes):
+      if not any(pattern in prefix for pattern in patterns):
+        states.setdefault((mode, prefix), len(states))
   stopped = len(states)
-  steps = np.zeros((stopped + 1, 256), np.int32)
-  steps[stopped] = stopped
-  for prefix, state in states.items():
+  steps = np.full((stopped + 1, 256), stopped, np.int32)
+  for (mode, prefix), state in states.items():
+    patterns = modes[mode]
+    steps[state] = mode
     for byte in set(b''.join(patterns)):
       text = prefix + bytes([byte])
-      if text.endswith(tuple(patterns)):
-        steps[state, byte] = stopped
+      next_modes = [patterns[pattern] for pattern in patterns if text.endswith(pattern)]
+      if next_modes:
+        steps[state, byte] = stopped if None in next_modes else next_modes[0]
         continue
-      while text not in states:
+      while (mode, text) not in states:
         text = text[1:]
-      steps[state, byte] = states[text]
+      steps[state, byte] = states[mode, text]
   return steps
 
 
@@ -468,6 +499,49 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
   return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
+def _bos_ids(library: tokenizers.Tokenizer) -> tuple[int, ...]:
+  """Returns the ids that the post-processor of tokenizer.json puts before a text.
+
+  Ids behind a text are left out, because the text continues. `add_bos_token` in the settings has no
+  effect, as in transformers.
+  """
+  plain = library.encode('a', add_special_tokens=False).ids
+  ids = library.encode('a').ids
+  starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
+  return tuple(ids[: starts[0]]) if starts else ()
+
+
+def _with_turn_end(
+    folder: str, eos_ids: tuple[int, ...], render: Callable[..., str], library: tokenizers.Tokenizer
+) -> tuple[int, ...]:
+  """Returns the eos ids, the first of which ends a turn of the assistant in the chat template.
+
+  Base models have other eos tokens: Qwen2.5 has <|endoftext|>, and its template <|im_end|>.
+  """
+  messages = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _TURN}]
+  try:
+    text = render(messages, add_generation_prompt=False)
+  except Exception:  # a template may raise anything, and `make_framing` reports it
+    return eos_ids
+  after = text.rpartition(_TURN)[2] if _TURN in text else ''
+  encoding = library.encode(after.lstrip(), add_special_tokens=False)
+  added = library.get_added_tokens_decoder()
+  first = encoding.ids[:1]
+  if not first or first[0] not in added or not added[first[0]].special:
+    return eos_ids
+  end = first[0]
+  if end not in eos_ids:
+    _log_turn_end(folder, added[end].content)
+  return tuple(dict.fromkeys([end, *eos_ids]))
+
+
+@functools.lru_cache  # once, because a run loads its tokenizer several times
+def _log_turn_end(folder: str, end: str) -> None:
+  logging.info(
+      'the chat template of %s ends a turn with %s: it is an eos token here, too', folder, end
+  )
+
+
 def _token_name(entry: str | dict | None) -> str:
   """Returns a special token's text; files hold the text or a dictionary with its `content`."""
   if isinstance(entry, dict):
@@ -477,11 +551,12 @@ def _token_name(entry: str | dict | None) -> str:
 
 def _chat_renderer(
     folder: str, settings: dict, kwargs: Mapping, default_template: str
-) -> Callable[..., str] | None:
-  path = os.path.join(folder, 'chat_template.jinja')
-  has_own = os.path.isfile(path) or bool(settings.get('chat_template'))
+) -> tuple[str, Callable[..., str] | None]:
+  """Returns the text of the chat template, and the function that renders messages with it."""
+  template = template_text(folder, settings)
+  has_own = bool(template)
   if not has_own and not default_template:
-    return None
+    return '', None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
   try:
@@ -492,10 +567,26 @@ def _chat_renderer(
         f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
     ) from error
   if not has_own:
-    library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
-  return functools.partial(
+    template = pathlib.Path(default_template).read_text(encoding='utf-8')
+    library.chat_template = template
+  render = functools.partial(
       library.apply_chat_template, tokenize=False, add_generation_prompt=True, **kwargs
   )
+  return template, render
+
+
+def template_text(folder: str, settings: Mapping[str, Any] | None = None) -> str:
+  """Returns the text of a folder's chat templates; '': it has none.
+
+  `settings` are those of its tokenizer_config.json, if they have been read.
+  """
+  path = pathlib.Path(folder) / 'chat_template.jinja'
+  if path.is_file():
+    return path.read_text(encoding='utf-8', errors='replace')
+  if settings is None:
+    settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
+  template = settings.get('chat_template') or ''
+  return template if isinstance(template, str) else json.dumps(template)
 
 
 def _read_json(path: str) -> dict:

@@ -294,7 +294,7 @@ class TablesTest(absltest.TestCase):
         'eval.checkpoint': {'newest', 'best'},
         'serve.on_crash': {'mask', 'zero'},
         'serve.logprobs_mode': {'raw_logprobs', 'processed_logprobs'},
-        'serve.tool_form': set(tool_calls.FORMS),
+        'serve.tool_form': {tool_calls.AUTO, *tool_calls.FORMS},
         'rollout.allocation': {'even', 'dars_et', 'dars_hw'},
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'rollout.engine_kind': set(servers.APIS),

@@ -104,6 +104,28 @@ def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
     yield server
 
 
+@contextlib.contextmanager
+def scripted(*turns):
+  """Each request samples the next of these turns, texts or ids, up to where the scheduler stops."""
+  tokenizer, _, _ = embedded()
+  left = {}
+  waiting = [
+      list(tokenizer.encode(turn, control=True) if isinstance(turn, str) else turn)
+      for turn in turns
+  ]
+
+  def decode(self):
+    for row in self._running_rows():
+      ids = left.setdefault(row.request, None)
+      if ids is None:
+        ids = left[row.request] = waiting.pop(0)
+      step, ids[:] = ids[:3], ids[3:]
+      self._record(row, np.array(step), np.full(len(step), -0.5), bool(ids))
+
+  with mock.patch.object(scheduler_lib.Scheduler, '_decode', decode):
+    yield
+
+
 def post(server, fields, path='/v1/chat/completions', **kwargs):
   return requests.post(server.url + path, json=fields, timeout=120, **kwargs)
 
@@ -595,6 +617,79 @@ class MessagesTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.server = cls.enterClassContext(running())
+
+
+class ThoughtsTest(parameterized.TestCase):
+
+  def ask(self, turn, form, **fields):
+    fields = {**ASKED, 'tools': [SEARCH], 'max_tokens': 150, **fields}
+    with running(tool_form=form) as server, scripted(f'{turn} and more<|endoftext|>'):
+      (choice,) = post(server, fields).json()['choices']
+    calls = choice['message'].get('tool_calls') or []
+    return [json.loads(call['function']['arguments']) for call in calls], choice
+
+  @parameterized.product(form=('hermes', 'qwen_xml', 'tags'), is_open=(False, True))
+  def test_draft_in_thought_ends_no_turn(self, form, is_open):
+    write = tool_calls.make_form(form, [SEARCH]).write
+    draft = write(tool_calls.Call('search', {'query': 'a'}))
+    real = write(tool_calls.Call('search', {'query': 'b'}))
+    start = 'maybe ' if is_open else '<think>maybe '
+    opening = mock.patch.object(chat.Tokenizer, 'opening', lambda self, ids: '<think>' * is_open)
+    with opening:
+      calls, choice = self.ask(f'{start}{draft} no</think>{real}', form)
+      self.assertEqual(calls, [{'query': 'b'}])
+      self.assertEqual(choice['finish_reason'], 'tool_calls')
+      self.assertEqual(choice['message']['content'], f'{start}{draft} no</think>')
+      for text in (f'{start}{draft}', f'{start}no</think> ok <think>{draft}'):  # never closed
+        calls, choice = self.ask(text, form)
+        self.assertEqual((calls, choice['finish_reason']), ([], 'stop'))
+        self.assertEndsWith(choice['message']['content'], ' and more')
+
+  def test_stop_string_of_client_ends_thought(self):
+    _, choice = self.ask('<think>one. two', 'hermes', stop=['.'])
+    self.assertEqual(choice['message']['content'], '<think>one')
+
+  def test_error_of_form_loses_no_turn(self):
+    with mock.patch.object(tool_calls.Hermes, 'parse', side_effect=KeyError('odd')):
+      calls, choice = self.ask('<tool_call>{}', 'hermes')
+    self.assertEqual((calls, choice['message']['content']), ([], '<tool_call>{} and more'))
+
+  def test_odd_schema_loses_no_turn(self):
+    parameters = {'type': 'object', 'properties': {'query': 'text'}}
+    tool = {'type': 'function', 'function': {'name': 'search', 'parameters': parameters}}
+    with running(tool_form='tags') as server, scripted('<search>cats</search>'):
+      session = server.app.service.open_session(jax.random.key(0), sessions.Sampling())
+      answer = post(server, {**ASKED, 'tools': [tool]}, f'/s/{session.name}/v1/chat/completions')
+    self.assertEqual(answer.status_code, 200, answer.text)
+    self.assertEqual(session.num_turns, 1)
+
+
+class PaddedVocabularyTest(absltest.TestCase):
+  """All Qwen models have more rows than their tokenizer has ids."""
+
+  def test_sampled_padding_is_legal_in_next_prompt(self):
+    tokenizer, params, _ = embedded()
+    config = schema.Config(name='tiny')
+    model = prepare.load_shape(config)
+    size = model.vocab_size
+    self.assertLessEqual(tokenizer.vocab_size, size)
+    model = dataclasses.replace(model, dtype='float32', remat='none', scan_layers=False)
+    model = dataclasses.replace(model, vocab_size=2 * size)
+    double = lambda path, w: np.concatenate([w, w]) if 'embedding' in str(path).lower() else w
+    params = jax.tree_util.tree_map_with_path(double, params)
+    sampler = gateway.make_sampler(
+        model, tokenizer, rows=2, max_total=64, chunks=(16,), slot_buckets=(64,)
+    )
+    scheduler = scheduler_lib.Scheduler(sampler, params, tokenizer.token_bytes, tokenizer.eos_ids)
+    padding = size + 7
+    with gateway.running(config, scheduler, tokenizer) as server:
+      ask = lambda prompt: post(
+          server, {'model': 'tiny', 'prompt': prompt, 'max_tokens': 1}, '/v1/completions'
+      )
+      self.assertEqual(ask([5, padding, 2 * size - 1]).status_code, 200)
+      answer = ask([5, 2 * size])
+      self.assertEqual(answer.status_code, 400)
+      self.assertIn(f'the id {2 * size}, and the model has ids below {2 * size}', answer.text)
 
 
 class LimitsTest(parameterized.TestCase):

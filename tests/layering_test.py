@@ -14,6 +14,7 @@ PACKAGE = ROOT / 'stppo_jax'
 ORDER = (
     'requirements',
     'types',
+    'thoughts',
     'plugins',
     'algorithms',
     'systems',

@@ -19,7 +19,9 @@ from stppo_jax.types import Task
 
 WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids))
 # Prompts are ids.
-IDS_ONLY = types.SimpleNamespace(tokenizer=WORDS, encode_prompt=list, check=lambda ids: None)
+IDS_ONLY = types.SimpleNamespace(
+    tokenizer=WORDS, encode_prompt=list, encode_more=list, check=lambda ids: None
+)
 
 
 class SessionTest(absltest.TestCase):

@@ -10,15 +10,20 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies as st
+import jax
 import numpy as np
 import tokenizers
+import transformers
 
 from stppo_jax import config as schema
 from stppo_jax import tasks
+from stppo_jax import thoughts
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.rollout import prepare
+from stppo_jax.serving import sessions
+from stppo_jax.serving import template as template_lib
 from tests.support import tiny_tokenizer
 
 TEMPLATE = (
@@ -77,8 +82,18 @@ PIECES = (
 )
 
 
-def write_chat_tokenizer(folder: str, template: str, end: str) -> str:
-  """A tokenizer that cuts words as Qwen's and Llama's do, with their control tokens."""
+# Generation prompts that open a thought, and one that closes it at once.
+THINKING = QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+NO_THINKING = QWEN3.replace(
+    "assistant\\n' }}{% endif %}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+
+
+def write_chat_tokenizer(folder: str, template: str | None, end: str, bos: str = '') -> str:
+  """A tokenizer that cuts words as Qwen's and Llama's do, with their control tokens.
+
+  Its post-processor puts `bos` before a text, as that of Llama 3 does.
+  """
   library = tokenizers.Tokenizer(tokenizers.models.BPE())
   library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
       [
@@ -97,9 +112,20 @@ def write_chat_tokenizer(folder: str, template: str, end: str) -> str:
   texts = [*tiny_tokenizer.TEXTS, *['user\n\n\nuser\nassistant\n\n\nassistant\n'] * 4]
   library.train_from_iterator(texts, trainer)
   library.add_tokens(['<tool_response>', '</tool_response>', '<think>', '</think>'])
+  if bos:
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f'{bos} $A {end}', special_tokens=[(x, library.token_to_id(x)) for x in (bos, end)]
+    )
   library.save(os.path.join(folder, 'tokenizer.json'))
   with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
     json.dump({'eos_token': end, 'chat_template': template}, file)
+  return folder
+
+
+def change_settings(folder: str, **settings) -> str:
+  """Changes fields of tokenizer_config.json."""
+  path = pathlib.Path(folder, 'tokenizer_config.json')
+  path.write_text(json.dumps(json.loads(path.read_text()) | settings), encoding='utf-8')
   return folder
 
 
@@ -489,6 +515,128 @@ class StopAutomatonTest(parameterized.TestCase):
     table = chat.stop_automaton(vocabulary, STOPS)
     self.assertLess(time.thread_time() - start, 15)
     self.assertEqual(table.shape, (16, 152_001))
+
+  @hypothesis.settings(deadline=None, max_examples=60)
+  @hypothesis.given(
+      st.lists(
+          st.sampled_from(
+              ['<think>', '</think>', '</search>', '</answer>', '<', '/', 'think', '>', 'x']
+          )
+      ),
+      st.booleans(),
+  )
+  def test_no_stop_string_is_found_in_thought(self, pieces, in_thought):
+    text = ''.join(pieces)
+    table = chat.stop_automaton([bytes([b]) for b in range(256)], STOPS, skips_thoughts=True)
+    search = thoughts.StopSearch(STOPS, in_thought)
+    state = chat.THOUGHT_STATE if in_thought else 0
+    outside = '' if in_thought else text.partition('<think>')[0]
+    rest = text if in_thought else text.partition('<think>')[2]
+    while rest:
+      rest = rest.partition('</think>')[2]
+      found, _, rest = rest.partition('<think>')
+      outside += '|' + found
+    has_stop = any(stop in outside for stop in STOPS)
+    ends = []
+    for byte in text.encode():
+      state = table[state, byte]
+      ends.append(search.feed(bytes([byte])))
+      self.assertEqual(state == len(table) - 1, ends[-1])
+      if ends[-1]:
+        break
+    self.assertEqual(any(ends), has_stop)
+    whole = thoughts.StopSearch(STOPS, in_thought)
+    self.assertEqual(whole.feed(text.encode()), has_stop)
+    self.assertEqual(
+        thoughts.cut('<think>' * in_thought + text, STOPS)[len('<think>' * in_thought) :],
+        text[: len(ends)],
+    )
+
+  @parameterized.parameters(
+      (QWEN3, ''), (THINKING, '<think>\n'), (NO_THINKING, ''), (LLAMA3, ''), (None, '')
+  )
+  def test_opened_thought_is_found(self, template, opening):
+    tokenizer = chat.load_tokenizer(write_chat_tokenizer(_folder(self), template, '<|im_end|>'))
+    ids = chat.encode_prompt(tokenizer, 'Think between <think> and </think>. Who is <think>?')
+    self.assertEqual(tokenizer.opening(ids), opening)
+    inline = chat.encode_prompt(tokenizer, 'Who?') + tokenizer.encode('<think> a ')
+    self.assertEqual(tokenizer.opening(inline), '')
+
+
+class FirstAndLastTokenTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      {},
+      {'bos': '<|begin_of_text|>'},
+      {'bos': '<|begin_of_text|>', 'add_bos_token': False},
+      {'bos_token': '<|begin_of_text|>', 'add_bos_token': True},
+      {'bos_token': '<|begin_of_text|>'},
+      {'bos': '<|begin_of_text|>', 'add_eos_token': True, 'bos_token': '<|begin_of_text|>'},
+  )
+  def test_text_begins_as_with_transformers(self, bos='', **settings):
+    folder = write_chat_tokenizer(_folder(self), None, '<|eot_id|>', bos)
+    tokenizer = chat.load_tokenizer(change_settings(folder, **settings))
+    template = template_lib.Template(tokenizer, 100)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ends = len(theirs('').input_ids) - len(tokenizer.bos_ids)  # tokens behind a text
+    for text in ('hi', 'a river', '<|begin_of_text|>hi'):
+      ids = theirs(text).input_ids
+      want = ids[: len(ids) - ends]
+      if text.startswith('<') and tokenizer.bos_ids:
+        want = want[1:]  # once
+      self.assertEqual(template.encode_prompt(text), want)
+      if not text.startswith('<'):
+        self.assertEqual(chat.encode_prompt(tokenizer, text), want)
+        self.assertEqual(template.encode([{'role': 'user', 'content': text}]), want)
+    self.assertEqual(template.encode_prompt([7, 8]), [7, 8])
+
+  def test_template_has_its_own_first_token(self):
+    folder = write_chat_tokenizer(_folder(self), LLAMA3, '<|eot_id|>', '<|begin_of_text|>')
+    tokenizer = chat.load_tokenizer(folder)
+    self.assertEqual(chat.encode_prompt(tokenizer, 'hi').count(tokenizer.bos_ids[0]), 1)
+
+  def test_text_prompt_of_session_continues_with_first_token(self):
+    folder = write_chat_tokenizer(_folder(self), None, '<|eot_id|>', '<|begin_of_text|>')
+    tokenizer = chat.load_tokenizer(folder)
+    session = sessions.Session(
+        template_lib.Template(tokenizer, 100), jax.random.key(0), sessions.Sampling()
+    )
+    plan = session.plan_prompt('a river')
+    turn = tokenizer.encode(' is')
+    session.record(plan, turn, [0.0] * len(turn), [])
+    for begin in ('', '<|begin_of_text|>'):
+      more = session.plan_prompt(f'{begin}a river is it')
+      self.assertEqual(more.ids, [*plan.ids, *turn, *tokenizer.encode(' it')])
+      session.abandon(more)
+
+  @parameterized.parameters(
+      (QWEN25, '<|im_end|>'),
+      (QWEN3, '<|im_end|>'),
+      (THINKING, '<|im_end|>'),
+      (LLAMA3, '<|eot_id|>'),
+  )
+  def test_end_of_template_ends_turn_of_base_model(self, template, end):
+    folder = write_chat_tokenizer(_folder(self), template, '<|begin_of_text|>')
+    with self.assertLogs('absl', level='INFO') as logs:
+      tokenizer = chat.load_tokenizer(folder)
+      chat.load_tokenizer(folder)
+    self.assertLen(logs.output, 1)
+    self.assertIn(f'ends a turn with {end}', logs.output[0])
+    texts = [tokenizer.decode([i]) for i in tokenizer.eos_ids]
+    self.assertEqual(texts, [end, '<|begin_of_text|>'])
+    framing = chat.make_framing(tokenizer, 'user', limit=200)
+    said = [*tokenizer.encode('Paris'), tokenizer.eos_ids[0]]
+    self.assertNotIn(end, tokenizer.decode(framing.encode('x', said)).partition('x')[0])
+
+  @parameterized.parameters(
+      "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
+      "{% for m in messages %}{{ '<think>' + m['content'] + '</think>' }}{% endfor %}",
+      "{{ raise_exception('no') }}",
+  )
+  def test_other_templates_add_no_end(self, template):
+    folder = write_chat_tokenizer(_folder(self), template, '<|im_end|>')
+    tokenizer = chat.load_tokenizer(folder)
+    self.assertEqual([tokenizer.decode([i]) for i in tokenizer.eos_ids], ['<|im_end|>'])
 
 
 class FramingTest(parameterized.TestCase):

@@ -28,10 +28,17 @@ TOOLS = (
 )
 CAT = Call('search', {'query': 'cats'})
 SUM = Call('add', {'a': 1, 'b': 2})
+NOW = Call('now', {})
 
 
-def parse(form, text):
-  return tool_calls.make_form(form, TOOLS).parse(text)
+XML_SUM = (
+    '<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n'
+    '</function>\n</tool_call>'
+)
+
+
+def parse(form, text, in_thought=False):
+  return tool_calls.make_form(form, TOOLS).parse(text, in_thought)
 
 
 class ParseTest(parameterized.TestCase):
@@ -83,6 +90,39 @@ class ParseTest(parameterized.TestCase):
           '',
           (Call('now', {}),) * 2,
       ),
+      # Several calls in one block, and code fences.
+      (
+          'hermes',
+          '<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n'
+          '{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+          '',
+          (CAT, SUM),
+      ),
+      ('hermes', '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', '', (NOW, NOW)),
+      ('hermes', '<tool_call>\n```json\n{"name": "now"}\n```\n</tool_call>', '', (NOW,)),
+      (
+          'hermes',
+          '<tool_call>{"name": "add", "arguments": "```json\\n{\\"a\\": 1, \\"b\\": 2}\\n```"}'
+          '</tool_call>',
+          '',
+          (SUM,),
+      ),
+      ('tags', '<add>```json\n{"a": 1, "b": 2}\n```</add>', '', (SUM,)),
+      ('llama3', '```json\n{"name": "now"}\n```', '', (NOW,)),
+      # Qwen3-Coder, also with a tag that it has left out.
+      ('qwen_xml', f'Let me see.\n{XML_SUM}\n{XML_SUM}', 'Let me see.', (SUM, SUM)),
+      ('qwen_xml', XML_SUM.removeprefix('<tool_call>\n'), '', (SUM,)),
+      ('qwen_xml', XML_SUM.removesuffix('\n</tool_call>'), '', (SUM,)),
+      ('qwen_xml', XML_SUM.replace('</parameter>\n<parameter=b', '<parameter=b'), '', (SUM,)),
+      ('qwen_xml', '<tool_call><function=now></function></tool_call>', '', (NOW,)),
+      (
+          'qwen_xml',
+          '<tool_call>\n<function=search>\n<parameter=query>\n\n def f():\n  </function>'
+          '</tool_call>\n'
+          '</parameter>\n</function>\n</tool_call>',
+          '',
+          (Call('search', {'query': '\n def f():\n  </function></tool_call>'}),),
+      ),
       ('llama3', '{"name": "search", "parameters": {"query": "cats"}}', '', (CAT,)),
       (
           'llama3',
@@ -113,6 +153,10 @@ class ParseTest(parameterized.TestCase):
       ('hermes', '<tool_call>{"name": "wait", "arguments": {"seconds": NaN}}', 'NaN is no JSON'),
       ('hermes', '<tool_call>' + '[' * 10**5, 'not JSON .*recursion'),
       ('hermes', '<tool_call>' + '1' * 10**5, 'not JSON'),
+      ('qwen_xml', '<tool_call>{"name": "now"}</tool_call>', 'is needed: {"name"'),
+      ('qwen_xml', XML_SUM[:60], 'is missing'),
+      ('qwen_xml', XML_SUM.replace('</function>\n', ''), 'is missing'),
+      ('qwen_xml', '<tool_call></tool_call>', 'without a <function=NAME>'),
       ('llama3', '{"name": "add", "parameters": {"a": 1', 'not JSON'),
       ('llama3', '<|python_tag|>print(1)', 'not JSON'),
       ('llama3', '<|python_tag|>', 'nothing follows'),
@@ -126,6 +170,105 @@ class ParseTest(parameterized.TestCase):
     self.assertRegex(call.error, message)
     self.assertLess(len(call.error), 300)
     self.assertNotIn('\n', call.error)
+
+  @parameterized.parameters(*tool_calls.FORMS)
+  def test_call_in_thought_is_none(self, form):
+    write = tool_calls.make_form(form, TOOLS).write
+    draft = write(SUM)
+    real = write(CAT)
+    for text, in_thought in (
+        (f'<think>maybe {draft}', False),  # never closed
+        (f'<think>\n{draft}', False),
+        (f'maybe {draft}', True),  # the template has opened the thought
+        (draft, True),
+        (f'<think>a {draft}</think> none', False),
+        (f'a</think>\n<think>again {draft}', True),
+        (f'{draft}</think> none', False),
+    ):
+      self.assertEqual(parse(form, text, in_thought), (text.strip(), ()), text)
+    for text, in_thought in (
+        (f'<think>maybe {draft}</think>', False),
+        (f'maybe {draft}</think>', True),
+        (f'maybe {draft}</think>', False),
+        (f'<think>{draft}\n<think>{draft}</think>', False),  # the tag appears again
+        (f'{draft}</think><think>{draft}</think>', True),
+        (f'<think>maybe {draft[:-9]} no</think>', False),  # a draft that is not complete
+        (f'maybe {draft[:-9]} no</think>', True),
+    ):
+      self.assertEqual(parse(form, f'{text}\n{real}', in_thought), (text, (CAT,)), text)
+
+  @parameterized.parameters('hermes', 'qwen_xml', 'llama3')
+  def test_tag_of_thought_in_string_ends_none(self, form):
+    call = Call('search', {'query': 'what is </think> and <think>'})
+    written = tool_calls.make_form(form, TOOLS).write(call)
+    self.assertEqual(parse(form, written), ('', (call,)))
+    self.assertEqual(parse(form, f'a</think>{written}', True), ('a</think>', (call,)))
+
+  def test_tool_that_is_called_think(self):
+    form = tool_calls.make_form('tags', (schema('think', thought='string'),))
+    call = Call('think', {'thought': 'it is'})
+    self.assertEqual(form.parse('<think>it is</think>'), ('', (call,)))
+
+  @parameterized.parameters(
+      ('string', '1', '1'),
+      ('integer', '1', 1),
+      ('number', '2.5', 2.5),
+      ('number', '3', 3),
+      ('boolean', 'True', True),
+      ('boolean', 'false', False),
+      ('array', '[1, "x"]', [1, 'x']),
+      ('object', '{"k": null}', {'k': None}),
+      ('integer', 'many', 'many'),  # the check of the arguments says what is wrong
+      ('integer', '"1"', '"1"'),
+      (['integer', 'null'], 'null', None),
+      (['string', 'null'], 'null', None),
+      ('string', 'null', 'null'),
+  )
+  def test_xml_values_have_types_of_schema(self, kind, text, value):
+    written = (
+        f'<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>'
+    )
+    for described in (
+        {'type': kind},
+        {'$ref': '#/$defs/Kind'},
+        {'anyOf': [{'type': each} for each in ([kind] if isinstance(kind, str) else kind)]},
+    ):
+      parameters = {'properties': {'x': described}, '$defs': {'Kind': {'type': kind}}}
+      form = tool_calls.make_form(
+          'qwen_xml', [{'function': {'name': 'f', 'parameters': parameters}}]
+      )
+      self.assertEqual(form.parse(written), ('', (Call('f', {'x': value}),)))
+      call = Call('f', {'x': value})
+      self.assertEqual(form.parse(form.write(call)), ('', (call,)))
+
+  @parameterized.parameters(
+      ({'properties': {'q': 'text'}},),
+      ({'properties': {'q': True}},),
+      ({'properties': ['q']},),
+      ({'properties': {'q': {'type': 5}}},),
+      ({'properties': {'q': {'anyOf': 'x'}}},),
+      ({'properties': {'q': {'$ref': '#/a/b'}}},),
+      ('text',),
+      (None,),
+  )
+  def test_odd_schema_raises_nothing(self, parameters):
+    tool = {'function': {'name': 'f', 'parameters': parameters}}
+    for name in tool_calls.FORMS:
+      form = tool_calls.make_form(name, [tool])
+      form.declare()
+      _, (call,) = form.parse(form.write(Call('f', {'q': 'cats'})))
+      self.assertEqual((call.name, call.error), ('f', ''))
+
+  @parameterized.parameters(
+      ('{% if tools %}<tool_call>\n<function=NAME>\n<parameter=KEY>{% endif %}', 'qwen_xml'),
+      ('{% if tools %}<tool_call>{"name": ..}{% endif %}', 'hermes'),
+      ('{% if builtin %}<|python_tag|>{% endif %}', 'llama3'),
+      ('{{ messages }}', 'hermes'),
+      ('', 'hermes'),
+  )
+  def test_template_chooses_form(self, template, name):
+    self.assertEqual(tool_calls.form_name('auto', template), name)
+    self.assertEqual(tool_calls.form_name('tags', template), 'tags')
 
   def test_broken_call_does_not_hide_next(self):
     call = '<tool_call>{"name": "now"}</tool_call>'
@@ -154,7 +297,8 @@ VALUES = st.recursive(
 PIECES = st.sampled_from([
     '<tool_call>', '</tool_call>', '<search>', '</search>', '<add>', '</add>', '</think>', '{', '}',
     '"', '\\', '{"name": "add", "arguments": {"a": 1}}', '{"name": "x"', ';', '<|python_tag|>', '[',
-    'search.call(', ')', '\ud800', '\x00', 'é', '😀', ' ', '\n', '{"name":"search","parameters":{',
+    'search.call(', ')', '<think>', '<function=add>', '<parameter=a>', '</parameter>',
+    '</function>', '```', '\ud800', '\x00', 'é', '😀', ' ', '\n', '{"name":"search","parameters":{',
 ])  # fmt: skip
 
 
@@ -178,9 +322,13 @@ class FuzzTest(parameterized.TestCase):
     call = Call('add', arguments)
     ends = sum(json.dumps(arguments).count(tag) for tag in ('tool_call>', 'add>'))
     hypothesis.assume(ends < 3)
-    for form in tool_calls.FORMS:
+    for form in ('hermes', 'llama3', 'tags'):  # an XML value has the type of its schema
       made = tool_calls.make_form(form, TOOLS)
       self.assertEqual(made.parse(made.write(call)), ('', (call,)), form)
+    hypothesis.assume('</parameter>' not in query and '\n<parameter=' not in query)
+    xml = tool_calls.make_form('qwen_xml', TOOLS)
+    found = Call('search', {'query': query})
+    self.assertEqual(xml.parse(xml.write(found)), ('', (found,)))
     tags = tool_calls.make_form('tags', TOOLS)
     hypothesis.assume('<' not in query)
     written = tags.write(Call('search', {'query': query}))
@@ -198,7 +346,10 @@ class FuzzTest(parameterized.TestCase):
   @parameterized.parameters(
       '<tool_call>', '<tool_call>{"a": "', '<tool_call>["', '<tool_call>[","</tool_call>',
       '<search>',
-      '<tool_call>{"name": "now"}</tool_call>', '<add>{', '<tool_call>[[[[[', '{"name":',
+      '<tool_call>{"name": "now"}</tool_call>', '<think>', '<think></think>', '{"name":</think>',
+      '<tool_call><function=add>', '<tool_call><function=add><parameter=a>1', '<function=add>',
+      '<parameter=a></parameter>', '```', '{"name": "now"}</think>', '<|python_tag|></think>',
+      '<add>{', '<tool_call>[[[[[', '{"name":',
       '{"name": "now"};', '<|python_tag|>', '<|python_tag|>a.call(', '</think>', '\\"', '<', ' ',
   )  # fmt: skip
   def test_parse_takes_linear_time(self, unit):

@@ -139,6 +139,7 @@ def watch(command: Command) -> None:
 
 def export_atif(command: Command) -> None:
   """Converts saved episodes to trajectories of Harbor's format."""
+  from stppo_jax.envs import tool_calls
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_writer
 
@@ -147,23 +148,26 @@ def export_atif(command: Command) -> None:
   source = command.flags.input or os.path.join(workdir, 'episodes')
   folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
-  form = config.serve.tool_form
+  form = tool_calls.form_name(config.serve.tool_form, tokenizer.template)
   atif_writer.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
 
 def import_atif(command: Command) -> None:
   """Converts trajectories of Harbor's format to saved episodes."""
+  from stppo_jax.envs import tool_calls
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_reader
 
   config = command.config
   source = command.flags.input
+  tokenizer = prepare.load_tokenizer(config)
   reader = atif_reader.AtifReader(
-      prepare.load_tokenizer(config),
-      config.serve.tool_form,
+      tokenizer,
+      tool_calls.form_name(config.serve.tool_form, tokenizer.template),
       config.rollout.max_observation,
       command.flags.retokenize,
+      prepare.load_shape(config).vocab_size,
   )
   folder = os.path.join(command.workdir, 'episodes')
   atif_reader.read_folder(source, folder, reader, config.train.episodes)

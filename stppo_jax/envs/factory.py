@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import protocol
@@ -34,12 +35,19 @@ class EnvFactory:
   core_metrics: tuple[str, ...] = ()
   roles: tuple[str, ...] = ()
   uses_global_random: bool = True
+  stops_in_thoughts: bool = True
   load_tasks: Callable[[str], list[types.Task]] | None = None
 
   @property
   def rows_per_episode(self) -> int:
     """One row for each agent. A program's episode may have more."""
     return max(1, len(self.roles))
+
+  @property
+  def skips_thoughts(self) -> bool:
+    """Whether a stop string in a thought ends no turn."""
+    has_tags = thoughts.owns_tags(self.stop_strings)
+    return bool(self.stop_strings) and has_tags and not self.stops_in_thoughts
 
   def policies(self, role_parameters: str) -> tuple[str, ...]:
     """Returns names of the policies that are trained: one per role, or '' for one that plays all.

@@ -25,6 +25,8 @@ has a parameter of that name. Options win over these.
 The class may have these attributes:
 
   stop_strings   Strings that end a turn of the agent. The eos token always does.     Default: ()
+  stops_in_thoughts  False: a stop string between <think> and </think> ends no turn. The environment
+                 should then read no action in a thought.                      Default: True
   frame          Where an observation goes. 'inline' appends its text to the agent's turn. 'user'
                  and 'tool' make it a turn of the chat template.                Default: 'inline'
   core_metrics   Names in `info['metrics']` that are scores, the main one first.      Default: ()

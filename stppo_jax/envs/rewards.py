@@ -16,6 +16,7 @@ import re
 import string
 from typing import Any
 
+from stppo_jax import thoughts
 from stppo_jax import types
 
 Reward = Callable[[types.Task, str, str], float]
@@ -74,8 +75,7 @@ def extract_answer(text: str) -> str | None:
 
   Thoughts do not count, because a model may quote its instructions there.
   """
-  after_thoughts = text.rpartition('</think>')[2]
-  after_tag = after_thoughts.partition('<answer>')[2]
+  after_tag = thoughts.outside(text).partition('<answer>')[2]
   content, closing, _ = after_tag.partition('</answer>')
   return content.strip() if closing else None
 

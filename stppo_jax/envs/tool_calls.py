@@ -1,14 +1,17 @@
 """Tool calls in an agent's text, in the forms of common model families.
 
-  hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen, Hermes
-  llama3   {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or as the whole turn,
-           several with ';' between
-  tags     <search>cats</search>: the tool's name as a tag, around the text of its only parameter or
-           a JSON object                                                           Search-R1
+  hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>          Qwen, Hermes
+  qwen_xml  <tool_call><function=add><parameter=a>1</parameter></function></tool_call>, with line
+            breaks around each value                                          Qwen3-Coder, Qwen3.5
+  llama3    {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or as the whole turn,
+            several with ';' between
+  tags      <search>cats</search>: the tool's name as a tag, around the text of its only parameter
+            or a JSON object                                                             Search-R1
 
-`parse` never raises and takes linear time, whatever text a model writes. Text before `</think>` is
-content. Tools are described by JSON schemas as chat templates take them: {"type": "function",
-"function": {"name", "description", "parameters": {"properties", "required", ..}}}.
+`parse` never raises and takes linear time, whatever text a model writes. A call in a thought is
+none: everything before </think> is content, and so is a thought that is not closed. Tools are
+described by JSON schemas as chat templates take them: {"type": "function", "function": {"name",
+"description", "parameters": {"properties", "required", ..}}}.
 """
 
 from collections.abc import Callable
@@ -19,6 +22,7 @@ import json
 import re
 from typing import Any
 
+from stppo_jax import thoughts
 from stppo_jax import types
 
 Schema = Mapping[str, Any]
@@ -27,7 +31,14 @@ _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside
 _SHOWN_CHARS = 80  # length of a malformed call in its error
 _DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
-_BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
+_BARE_CALL = re.compile(r'\s*(?:```(?:json)?\s*)?\{\s*"(?:name|type|function)"\s*:')
+_OPEN_THOUGHT = re.compile(r'\s*<think>')
+_SPACE = re.compile(r'\s*')
+_FENCE = re.compile(r'\s*```')
+_LANGUAGE = re.compile(r'\w*\s')  # after the start of a code fence
+_MAX_DEPTH = 3  # of a schema that is searched for types
+_MAX_PARTS = 16  # of such a schema's alternatives
+AUTO = 'auto'  # the form that the chat template asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +50,8 @@ class Call:
   error: str = ''  # says to the agent what is wrong
 
 
-Parsed = tuple[str, tuple[Call, ...]]  # content of a turn, and its calls
+Calls = tuple[Call, ...]
+Parsed = tuple[str, Calls]  # content of a turn, and its calls
 
 
 class Form:
@@ -52,9 +64,14 @@ class Form:
 
   def __init__(self, tools: Sequence[Schema] = ()):
     self._tools = tuple(tools)
+    functions = [tool['function'] for tool in tools]
+    self._functions = {function['name']: function for function in functions}
 
-  def parse(self, text: str) -> Parsed:
-    """Returns (content, calls) of an agent's turn: the text without its calls, stripped."""
+  def parse(self, text: str, in_thought: bool = False) -> Parsed:
+    """Returns (content, calls) of an agent's turn: the text without its calls, stripped.
+
+    With `in_thought` the turn begins in a thought that its prompt has opened.
+    """
     raise NotImplementedError
 
   def write(self, call: Call) -> str:
@@ -69,8 +86,19 @@ class Form:
     return '\n'.join(lines) + '\n'
 
 
+def form_name(setting: str, template: str) -> str:
+  """Returns the form of a setting. 'auto' is the form in which a chat template shows calls."""
+  if setting != AUTO:
+    return setting
+  if '<function=' in template and '<parameter=' in template:
+    return 'qwen_xml'
+  if _PYTHON_TAG in template and '<tool_call>' not in template:
+    return 'llama3'
+  return 'hermes'
+
+
 def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:
-  """Returns one of FORMS for these tools. Only 'tags' needs them for parsing."""
+  """Returns one of FORMS for these tools, which 'tags' and 'qwen_xml' need for parsing."""
   if name not in FORMS:
     raise types.UserError(f'config.env.options.form={name!r}: allowed are {", ".join(FORMS)}')
   return FORMS[name](tools)
@@ -84,15 +112,87 @@ class Hermes(Form):
   template = '<tool_call>\n%s\n</tool_call>'
   advice = 'To call one, write <tool_call>{"name": .., "arguments": {..}}</tool_call>.'
 
-  def parse(self, text: str) -> Parsed:
+  def parse(self, text: str, in_thought: bool = False) -> Parsed:
     """Returns (content, calls). The last block may lack its closing tag if its JSON is complete."""
-    return _parse_blocks(text, ['tool_call'], self._read, may_be_open=True)
+    return _parse_blocks(text, 'tool_call', self._read, in_thought, may_be_open=True)
 
-  def _read(self, unused_tag: str, body: str) -> Call:
-    try:
-      return _make_call(_load(body), body, self.keys)
-    except ValueError as error:
-      return Call('', {}, f'{error}: {_show(body)}')
+  def _read(self, unused_tag: str, body: str) -> Calls:
+    return _read_values(_without_fence(body), self.keys)
+
+
+class QwenXml(Form):
+  """The form of Qwen3-Coder: a tag for the function and one for each of its parameters.
+
+  Values are texts, and the schema of a parameter gives their type.
+  """
+
+  stop_strings = ('</tool_call>',)
+  advice = (
+      'To call one, write <tool_call>, <function=NAME>, <parameter=KEY>, the value, </parameter>, '
+      '</function> and </tool_call>, each on a line of its own.'
+  )
+
+  def parse(self, text: str, in_thought: bool = False) -> Parsed:
+    """Returns (content, calls). The model may have left out a tag around the functions."""
+    content, calls = _parse_blocks(text, 'tool_call', self._read, in_thought, may_be_open=True)
+    if not calls:
+      functions = r'function(?:=[^<>\n]+)?'
+      content, calls = _parse_blocks(text, functions, self._read_function, in_thought)
+      if calls:
+        content = content.removesuffix('</tool_call>').rstrip()
+    return content, calls
+
+  def write(self, call: Call) -> str:
+    """Returns a call as `parse` reads it. Arguments of other types than the schema's stay texts."""
+    lines = ['<tool_call>', f'<function={call.name}>']
+    arguments: Any = call.arguments
+    if not isinstance(arguments, dict):
+      arguments = {}
+    for name, value in arguments.items():
+      if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+      lines += [f'<parameter={name}>', value, '</parameter>']
+    return '\n'.join([*lines, '</function>', '</tool_call>'])
+
+  def _read_function(self, name: str, body: str) -> Calls:
+    return self._read('', f'<{name}>{body}</function>')
+
+  def _read(self, unused_tag: str, body: str) -> Calls:
+    """Returns the calls of the functions in a block."""
+    calls: list[Call] = []
+    end = _skip_space(body, 0)
+    while end < len(body):
+      call, end = self._read_one(body, end)
+      calls.append(call)
+      if call.error:
+        break
+      end = _skip_space(body, end)
+    return tuple(calls) or (Call('', {}, 'a block without a <function=NAME>'),)
+
+  def _read_one(self, body: str, start: int) -> tuple[Call, int]:
+    """Returns the call that begins at a position, and its end."""
+    name, end = _read_tag(body, start, 'function')
+    if not name:
+      return Call('', {}, f'<function=NAME> is needed: {_show(body[start:])}'), end
+    schemas = properties(self._functions.get(name, {}))
+    root = _parameters(self._functions.get(name, {}))
+    arguments: dict[str, Any] = {}
+    while True:
+      end = _skip_space(body, end)
+      if body.startswith('</function>', end):
+        return Call(name, arguments), end + len('</function>')
+      parameter, value_start = _read_tag(body, end, 'parameter')
+      close = body.find('</parameter>', value_start)
+      if not parameter or close < 0:
+        error = f'</parameter> or </function> is missing: {_show(body[end:])}'
+        return Call(name, arguments, error), len(body)
+      next_tag = body.find('\n<parameter=', value_start, close)
+      end = close + len('</parameter>')
+      if next_tag >= 0:  # the closing tag was left out
+        close = next_tag
+        end = next_tag
+      value = body[value_start:close].removeprefix('\n').removesuffix('\n')
+      arguments[parameter] = _typed(value, _types(schemas.get(parameter), root))
 
 
 class Llama3(Form):
@@ -102,31 +202,39 @@ class Llama3(Form):
   template = '%s'
   advice = 'To call one, write {"name": .., "parameters": {..}} and nothing else.'
 
-  def parse(self, text: str) -> Parsed:
+  def parse(self, text: str, in_thought: bool = False) -> Parsed:
     """Returns (content, calls). A turn of JSON that does not begin like a call is content."""
-    thought, text = _split_thought(text)
-    before, tag, body = text.partition(_PYTHON_TAG)
-    if _BARE_CALL.match(text.lstrip()):
-      before = ''
-      body = text
-    elif not tag:
-      return (thought + text).strip(), ()
-    content = (thought + before).strip()
-    body = body.strip()
-    if not body:
-      return content, (Call('', {}, 'nothing follows the tag: '),)
-    calls = []
-    end = 0
-    while end < len(body):
-      try:
-        value, end = _DECODER.raw_decode(body, end)
-      except (ValueError, RecursionError) as error:
-        calls.append(Call('', {}, f'not JSON ({error}): {_show(body[end:])}'))
-        break
-      calls.append(_make_call(value, body, self.keys))
-      while body[end : end + 1].isspace() or body[end : end + 1] in (';', ','):
-        end += 1
-    return content, tuple(calls)
+    start = 0
+    if in_thought or _OPEN_THOUGHT.match(text):
+      start = _after_thought(text, 0)
+    calls, content_end, end = self._read(text, start)
+    # A closing tag behind the calls says that they were drafts. One in their strings says nothing.
+    while text.find(thoughts.CLOSE, end) >= 0:
+      calls, content_end, end = self._read(text, _after_thought(text, end))
+    return text[:content_end].strip(), calls
+
+  def _read(self, text: str, start: int) -> tuple[Calls, int, int]:
+    """Returns the calls in a text that is no thought at `start`, and the ends of content and calls.
+
+    A call that cannot be read ends where it begins.
+    """
+    close = text.find(thoughts.CLOSE, start)
+    limit = len(text) if close < 0 else close
+    tag = text.find(_PYTHON_TAG, start, limit)
+    content_end = start
+    if not _BARE_CALL.match(text, start):
+      if tag < 0 or text.find(thoughts.OPEN, start, tag) >= 0:
+        return (), len(text), start
+      content_end = tag
+      start = tag + len(_PYTHON_TAG)
+    if _skip_space(text, start) == len(text):
+      return (Call('', {}, 'nothing follows the tag: '),), content_end, len(text)
+    if fence := _FENCE.match(text, start):
+      calls = _read_values(_without_fence(text[fence.start() :]), self.keys)
+    else:
+      calls = _read_values(text, self.keys, start)
+    has_error = any(call.error for call in calls)
+    return calls, content_end, start if has_error else len(text)
 
 
 class Tags(Form):
@@ -136,13 +244,12 @@ class Tags(Form):
 
   def __init__(self, tools: Sequence[Schema] = ()):
     super().__init__(tools)
-    functions = [tool['function'] for tool in tools]
-    self._functions = {function['name']: function for function in functions}
     self.stop_strings = tuple(f'</{name}>' for name in self._functions)
 
-  def parse(self, text: str) -> Parsed:
+  def parse(self, text: str, in_thought: bool = False) -> Parsed:
     """Returns (content, calls). A tag that is not closed is a malformed call."""
-    return _parse_blocks(text, list(self._functions), self._read)
+    names = '|'.join(map(re.escape, self._functions)) or '(?!)'
+    return _parse_blocks(text, names, self._read, in_thought)
 
   def write(self, call: Call) -> str:
     """Returns the tags of a call. Arguments that are a text, as a client may send, stay a text."""
@@ -162,7 +269,7 @@ class Tags(Form):
       if not body:
         fields = [f'"{parameter}": ..' for parameter in properties(function)]
         body = f'{{{", ".join(fields)}}}'
-      description = ' '.join(function.get('description', '').split())
+      description = ' '.join(str(function.get('description') or '').split())
       lines.append(f'<{name}>{body}</{name}>: {description}')
     return '\n'.join(lines) + '\n'
 
@@ -172,90 +279,220 @@ class Tags(Form):
     if len(parameters) != 1:
       return ''
     ((parameter, schema),) = parameters.items()
-    takes_text = schema.get('type') in ('string', None)
+    takes_text = _types(schema, _parameters(self._functions[name])) <= {'string', 'null'}
     return parameter if takes_text else ''
 
-  def _read(self, name: str, body: str) -> Call:
+  def _read(self, name: str, body: str) -> Calls:
     """Returns the call between the tags of a tool."""
     if parameter := self._only_parameter(name):
-      return Call(name, {parameter: body.strip()})
+      if thoughts.CLOSE in body and thoughts.owns_tags(self.stop_strings):
+        return (Call(name, {}, f'a thought ends in it: {_show(body)}'),)
+      return (Call(name, {parameter: body.strip()}),)
     try:
-      value = _load(body) if body.strip() else {}
+      value = _load(_without_fence(body)) if body.strip() else {}
     except ValueError as error:
-      return Call(name, {}, f'{error}: {_show(body)}')
+      return (Call(name, {}, f'{error}: {_show(body)}'),)
     parameters = list(properties(self._functions[name]))
     if len(parameters) == 1 and not isinstance(value, dict):  # a number, for example
       value = {parameters[0]: value}
     if not isinstance(value, dict):
-      return Call(name, {}, f'the arguments are no JSON object: {_show(body)}')
-    return Call(name, value)
+      return (Call(name, {}, f'the arguments are no JSON object: {_show(body)}'),)
+    return (Call(name, value),)
 
 
-FORMS: dict[str, type[Form]] = {'hermes': Hermes, 'llama3': Llama3, 'tags': Tags}
+FORMS: dict[str, type[Form]] = {
+    'hermes': Hermes,
+    'qwen_xml': QwenXml,
+    'llama3': Llama3,
+    'tags': Tags,
+}
 
 
 def properties(function: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {parameter: schema} of a tool's 'function'."""
-  parameters = function.get('parameters') or {}
-  return parameters.get('properties') or {}
+  """Returns {parameter: schema} of a tool's 'function'; {} if its schema names none."""
+  found = _parameters(function).get('properties')
+  return found if isinstance(found, dict) else {}
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the schema of a function's arguments; {} if it is no object."""
+  parameters = function.get('parameters')
+  return parameters if isinstance(parameters, dict) else {}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+  """Returns the JSON types that a schema allows; none if it does not tell.
+
+  `root` is the schema in which its references point.
+  """
+  if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+    return frozenset()
+  reference = schema.get('$ref')
+  if isinstance(reference, str) and reference.startswith('#/'):
+    target: Any = root
+    for key in reference[2:].split('/'):
+      target = target.get(key) if isinstance(target, dict) else None
+    return _types(target, root, depth + 1)
+  names = schema.get('type')
+  if names is not None:
+    listed = names if isinstance(names, list) else [names]
+    return frozenset(name for name in listed if isinstance(name, str))
+  values = [schema['const']] if 'const' in schema else schema.get('enum')
+  if isinstance(values, list) and values:
+    return frozenset(map(_type_of, values))
+  found: frozenset[str] = frozenset()
+  for key in ('anyOf', 'oneOf', 'allOf'):
+    parts = schema.get(key)
+    for part in parts[:_MAX_PARTS] if isinstance(parts, list) else ():
+      found |= _types(part, root, depth + 1)
+  return found
+
+
+def _type_of(value: Any) -> str:
+  """Returns the JSON type of a value."""
+  for kind, name in _TYPE_NAMES.items():
+    if isinstance(value, kind):
+      return name
+  return 'null'
+
+
+def _typed(text: str, allowed: frozenset[str]) -> Any:
+  """Returns the value that a text stands for; the text itself if it has none of these types."""
+  if 'string' in allowed or not allowed:
+    return None if text.strip() == 'null' and 'null' in allowed else text
+  stripped = text.strip()
+  try:
+    value = _load(_PYTHON_NAMES.get(stripped, stripped))
+  except ValueError:
+    return text
+  kind = _type_of(value)
+  is_number = kind == 'integer' and 'number' in allowed
+  is_whole = kind == 'number' and 'integer' in allowed and value.is_integer()
+  return value if kind in allowed or is_number or is_whole else text
+
+
+def _skip_space(text: str, start: int) -> int:
+  match = _SPACE.match(text, start)
+  return match.end() if match else start
+
+
+def _read_tag(text: str, start: int, kind: str) -> tuple[str, int]:
+  """Returns the name in a tag <kind=name> at a position, and its end; '' if there is none."""
+  match = _NAMED_TAG.match(text, start)
+  if not match or match[1] != kind:
+    return '', start
+  return match[2].strip(), match.end()
 
 
 def _parse_blocks(
-    text: str, names: Sequence[str], read: Callable[[str, str], Call], may_be_open: bool = False
+    text: str,
+    names: str,  # pattern of the names of tags
+    read: Callable[[str, str], Calls],
+    in_thought: bool = False,
+    may_be_open: bool = False,
 ) -> Parsed:
-  """Returns the text between blocks, and the call `read(name, body)` of each block.
+  """Returns the text between blocks, and the calls `read(name, body)` of each block.
 
   A body ends at the first of the next _MAX_ENDS tags at which it can be read. Tags before that one
   are inside its strings. With `may_be_open` it also ends at another block's tag or the text's end.
+  A block in a thought is content, and so is all before the end of a thought.
   """
-  thought, text = _split_thought(text)
-  any_name = '|'.join(map(re.escape, names))
-  pattern = any_name or '(?!)'
-  tags = list(re.finditer(f'<(/?)({pattern})>', text))
-  content = [thought]
-  calls = []
+  has_thoughts = not re.fullmatch(names, 'think')
+  pattern = re.compile(f'<(/?)({names}{"|think" if has_thoughts else ""})>')
+  tags = list(pattern.finditer(text))
+  is_thought = [has_thoughts and tag[2] == 'think' for tag in tags]
+  blocks = [tag for tag, of_thought in zip(tags, is_thought) if not of_thought]
+  content: list[str] = []
+  calls: list[Call] = []
   end = 0
-  for i, opening in enumerate(tags):
-    is_closing, name = opening.groups()
-    if is_closing or opening.start() < end:  # it closes nothing, or is inside the last block
+  number = 0  # of block tags so far
+  for tag, of_thought in zip(tags, is_thought):
+    number += not of_thought
+    is_closing, name = tag.groups()
+    if tag.start() < end:  # inside the last block
       continue
-    content.append(text[end : opening.start()])
-    attempts = []
-    ends = [*tags[i + 1 : i + 1 + _MAX_ENDS], None]  # None: the end of the text
-    for tag in ends[:_MAX_ENDS]:
-      stop = tag.start() if tag else len(text)
-      body = text[opening.end() : stop]
-      closes = tag is not None and tag[0] == f'</{name}>'
-      call = Call(name, {}, f'</{name}> is missing: {_show(body)}')
-      if closes or may_be_open:
-        call = read(name, body)
-      if tag and closes:
-        stop = tag.end()
-      attempts.append((call, stop))
-      if not call.error:
-        break
-    call, end = attempts[-1]
-    if call.error:
-      call, end = attempts[0]
-    calls.append(call)
+    if of_thought:
+      in_thought = not is_closing
+      if is_closing:
+        content = [text[: tag.end()]]
+        calls = []
+        end = tag.end()
+      continue
+    if is_closing or in_thought:
+      continue
+    block_calls, stop = _read_block(
+        text, tag, blocks[number : number + _MAX_ENDS], read, may_be_open
+    )
+    is_draft = any(call.error for call in block_calls) and has_thoughts
+    if is_draft and text.find(thoughts.CLOSE, tag.end(), stop) >= 0:
+      continue
+    content.append(text[end : tag.start()])
+    calls += block_calls
+    end = stop
   content.append(text[end:])
   return ''.join(content).strip(), tuple(calls)
 
 
-def _split_thought(text: str) -> tuple[str, str]:
-  """Returns (text up to the first </think>, the rest). A turn that begins with a call has none."""
-  before, tag, after = text.partition('</think>')
-  start = text.lstrip()[:8]
-  begins_with_call = start.startswith(('<', '{')) and not start.startswith('<think>')
-  if not tag or begins_with_call:
-    return '', text
-  return before + tag, after
+def _read_block(
+    text: str,
+    opening: re.Match[str],
+    tags: Sequence[re.Match[str]],  # the next ones
+    read: Callable[[str, str], Calls],
+    may_be_open: bool,
+) -> tuple[Calls, int]:
+  """Returns the calls of the block that a tag opens, and the end of the block."""
+  name = opening[2]
+  closing = f'</{name.partition("=")[0]}>'
+  attempts: list[tuple[Calls, int]] = []
+  ends = [*tags, None]  # None: the end of the text
+  for tag in ends[:_MAX_ENDS]:
+    stop = tag.start() if tag else len(text)
+    body = text[opening.end() : stop]
+    closes = tag is not None and tag[0] == closing
+    last = body.rfind('<', max(0, len(body) - len(closing)))
+    if tag is None and last >= 0 and closing.startswith(body[last:]):  # a limit has cut the tag
+      body = body[:last]
+    calls: Calls = (Call(name, {}, f'</{name}> is missing: {_show(body)}'),)
+    if closes or may_be_open:
+      calls = read(name, body)
+    if tag and closes:
+      stop = tag.end()
+    if not any(call.error for call in calls):
+      return calls, stop
+    attempts.append((calls, stop))
+  return attempts[0]
+
+
+def _after_thought(text: str, start: int) -> int:
+  """Returns the end of the thought that a position is in."""
+  close = text.find(thoughts.CLOSE, start)
+  return len(text) if close < 0 else close + len(thoughts.CLOSE)
+
+
+def _without_fence(text: str) -> str:
+  """Returns the text in a code fence, if it is all of this text."""
+  stripped = text.strip()
+  if len(stripped) < 6 or not stripped.startswith('```') or not stripped.endswith('```'):
+    return text
+  inner = stripped[3:-3]
+  language = _LANGUAGE.match(inner)
+  return inner[language.end() :] if language else inner
 
 
 def _reject_constant(name: str) -> None:
   raise ValueError(f'{name} is no JSON')
 
 
+_TYPE_NAMES: dict[type, str] = {
+    bool: 'boolean',  # which is an int, too
+    int: 'integer',
+    float: 'number',
+    str: 'string',
+    list: 'array',
+    dict: 'object',
+}
+_PYTHON_NAMES = {'True': 'true', 'False': 'false', 'None': 'null'}
+_NAMED_TAG = re.compile(r'<(function|parameter)=([^<>\n]+)>')
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
@@ -265,6 +502,23 @@ def _load(text: str) -> Any:
     return _DECODER.decode(text)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'not JSON ({error})') from error
+
+
+def _read_values(text: str, keys: Sequence[str], start: int = 0) -> Calls:
+  """Returns the calls of JSON objects that follow each other from `start`, or are in a list."""
+  calls: list[Call] = []
+  end = _skip_space(text, start)
+  while end < len(text) or not calls:
+    try:
+      value, end = _DECODER.raw_decode(text, end)
+    except (ValueError, RecursionError) as error:
+      calls.append(Call('', {}, f'not JSON ({error}): {_show(text[end : end + 1000])}'))
+      break
+    values = value if isinstance(value, list) and value else [value]
+    calls += [_make_call(each, text, keys) for each in values]
+    while text[end : end + 1].isspace() or text[end : end + 1] in (';', ','):
+      end += 1
+  return tuple(calls)
 
 
 def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
@@ -278,7 +532,7 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
   arguments = next(iter(present), None) or {}
   try:
     if isinstance(arguments, str):
-      arguments = _load(arguments)
+      arguments = _load(_without_fence(arguments)) if arguments.strip() else {}
   except ValueError as error:
     return Call(name, {}, f'"{keys[0]}" is {error}: {_show(text)}')
   if not isinstance(arguments, dict):

@@ -136,6 +136,7 @@ class ToolEnv:
 
   core_metrics = rewards.SCORES
   uses_global_random = False
+  stops_in_thoughts = False
 
   task: types.Task
   retriever: Any

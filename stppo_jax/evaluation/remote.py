@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from stppo_jax import components
+from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
@@ -81,7 +82,8 @@ class RemotePlayer(players.Player):
         config.eval.address,
         os.environ.get('OPENAI_API_KEY', ''),
         fields,
-        self._env.stop_strings,
+        # The server would also stop in a thought. Without them, `_action_text` cuts the turn.
+        () if self._env.skips_thoughts else self._env.stop_strings,
         self._abandoned,
     )
     keys = players.row_keys(config, self.tasks)
@@ -180,7 +182,8 @@ class RemotePlayer(players.Player):
           episode.failed = True
           episode.counts['prompt_too_long'] = 1.0
         break
-      observation, is_over = _add_turn(episode, turn, stepping.step(env, turn.text))
+      action = self._action_text(turn.text)
+      observation, is_over = _add_turn(episode, turn, stepping.step(env, action))
       if turn.total_tokens >= self._config.rollout.max_total and not is_over:
         episode.truncated = True
         is_over = True
@@ -190,6 +193,11 @@ class RemotePlayer(players.Player):
           {'role': 'user', 'content': observation},
       ]
     return played
+
+  def _action_text(self, text: str) -> str:
+    """Returns a turn as the environment reads it, also if the template has opened its thought."""
+    text = thoughts.completed(text)
+    return thoughts.cut(text, self._env.stop_strings) if self._env.skips_thoughts else text
 
 
 def _add_turn(

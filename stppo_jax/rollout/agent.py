@@ -144,9 +144,9 @@ class RemoteAgent(Agent):
     )
     rows = self.env.rows_per_episode * (rollout.rows or self.config.train.episodes)
     api = make_api(tuple(self.tokenizer.eos_ids))
-    fleet = remote.Fleet(
-        rollout, api, folders, self.stop_table, self.env.stop_strings, rows, give_up
-    )
+    # Engines look for stop strings in thoughts, too. Without them, `make_turn` alone cuts the turn.
+    stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
+    fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, give_up)
     distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
     self.sampler = remote.RemoteSampler(fleet, distribution)
     self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
@@ -220,7 +220,9 @@ def make_agent(
   """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
   prepared = prepared or prepare.prepare(config)
   tokenizer = prepared.tokenizer
-  stop_table = tokenizer_lib.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
+  stop_table = tokenizer_lib.stop_automaton(
+      tokenizer.token_bytes, prepared.env.stop_strings, prepared.env.skips_thoughts
+  )
   rows_per_episode = prepared.env.rows_per_episode
   num_policies = len(prepared.policies)
   sampler = make_sampler(

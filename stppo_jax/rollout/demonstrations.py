@@ -201,8 +201,8 @@ class Demonstrator:
       if not text:
         state.end(truncated=True)
         break
-      tokens = self._encode(text)[: prompt.budget]
-      action = episode_lib.action_text(self.tokenizer, tokens)
+      tokens = self._encode(text, state.opening)[: prompt.budget]
+      action = state.action_text(tokens)
       (outcome,) = stepping.step_all([env], [action])
       turn = types.Turn(tokens, np.full(len(tokens), np.nan, np.float32))
       prompt = state.record(turn, outcome)
@@ -211,10 +211,15 @@ class Demonstrator:
       row.demonstrated = True
     return state.episodes
 
-  def _encode(self, text):
-    """Returns the tokens of a turn: a stop string ends it, or else the eos token."""
+  def _encode(self, text, opening):
+    """Returns the tokens of a turn: a stop string ends it, or else the eos token.
+
+    The tag of a thought that the prompt has opened is not repeated.
+    """
     if not isinstance(text, str):
       raise types.UserError(f'config.{SETTING}: act returned {text!r:.60}: a text is needed')
+    if opening:
+      text = text.lstrip().removeprefix(opening.rstrip()).lstrip()
     ids = self.tokenizer.encode(text)
     if not text.endswith(self.env.stop_strings):
       ids += self.tokenizer.eos_ids[:1]

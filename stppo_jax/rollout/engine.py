@@ -149,7 +149,6 @@ class _Sequence(slots_lib.ActiveSequence):
     self.sampled = []
     self.routes = []
     self.phase = 'waiting'
-    self.stop_state = 0
     return TurnCompletion(self.index, turn)
 
 
@@ -292,7 +291,9 @@ class _Engine:
   def _enqueue(self, index, prompt):
     """Queues a sequence for its first turn."""
     key = self._keys[index]
-    sequence = _Sequence(index=index, ids=prompt.ids, budget=prompt.budget, key=key)
+    sequence = _Sequence(
+        index=index, ids=prompt.ids, budget=prompt.budget, key=key, stop_state=prompt.stop_state
+    )
     # Sequences are numbered by environment, then by role. With a policy per role, this is the role.
     number = index % len(self._queues)
     self._queues[number].waiting.append(sequence)
@@ -453,6 +454,7 @@ class _Engine:
       else:
         sequence.ids = prompt.ids
         sequence.budget = prompt.budget
+        sequence.stop_state = prompt.stop_state
         sequence.phase = 'ready'
         self._check_room(sequence)
     self._lap('env')

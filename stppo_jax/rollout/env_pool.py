@@ -18,6 +18,7 @@ class Prompt:
   ids: Sequence[int]  # to prefill
   budget: int  # most tokens of the turn that follows; 0 ends the environment's sequences
   sequence: int | None = None  # the sequence that continues; None: the one whose turn ended
+  stop_state: int = 0  # state of the stop automaton at the start of the turn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,8 +111,8 @@ def play(
   reset_s = time.perf_counter() - started
 
   def respond(completions: list[engine.TurnCompletion]) -> list[engine.Prompt]:
-    texts = [action_text(tokenizer, completion.turn.tokens) for completion in completions]
     numbers = [completion.index // num_roles for completion in completions]
+    texts = [states[i].action_text(turn.turn.tokens) for i, turn in zip(numbers, completions)]
     envs = [inputs.envs[i] for i in numbers]
     outcomes = rules.step_envs(envs, texts)
     prompts = []
@@ -203,6 +203,7 @@ class EpisodeState:
     self._framing = framing
     self._limits = rules.limits
     self._strict = rules.strict
+    self._skips_thoughts = rules.env.skips_thoughts
     self._roles = rules.env.roles or ('',)
     self._number = number
     # The samples of a question are compared per role: each role of a group is a group of its own.
@@ -223,6 +224,17 @@ class EpisodeState:
   def sequence(self) -> int:
     """Number of the engine's sequence that continues."""
     return self._number * len(self._roles) + self.active_role
+
+  @property
+  def opening(self) -> str:
+    """The tag with which the active role's prompt has opened a thought; '': it has not."""
+    episode = self.episodes[self.active_role]
+    before = episode.turns[-1].observation if episode.turns else episode.prompt
+    return self._framing.tokenizer.opening(before)
+
+  def action_text(self, tokens: np.ndarray) -> str:
+    """Returns a turn of the active role as its environment reads it: with `opening`."""
+    return self.opening + action_text(self._framing.tokenizer, tokens)
 
   def observe(self, observation: str, info: Mapping[str, Any]) -> engine.Prompt:
     """Gives an observation to the role that moves next; returns its prompt.
@@ -285,7 +297,10 @@ class EpisodeState:
     limits = self._limits
     room = limits.max_total_tokens - length
     budget = min(limits.max_turn_tokens, room)
-    return engine.Prompt(ids, budget, self.sequence)
+    stop_state = 0
+    if self._skips_thoughts and self._framing.tokenizer.opening(ids):
+      stop_state = tokenizer_lib.THOUGHT_STATE
+    return engine.Prompt(ids, budget, self.sequence, stop_state)
 
   def _fail(self, info, when):
     """Masks the episodes of an environment whose code raised, or took too long.

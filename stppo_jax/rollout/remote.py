@@ -549,7 +549,7 @@ def run(
   report = engine_lib.Report()
   contexts = [list(prompt.ids) for prompt in prompts]
   # The last one is played next, so that a sequence in progress comes before a new one.
-  waiting = [(i, prompt.budget) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
+  waiting = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
   turns: set[futures.Future] = set()  # in progress
 
   def play_turn(index, request):
@@ -558,9 +558,14 @@ def run(
   with env_pool.EnvPool(respond, threads) as pool:
     while waiting or turns or pool.in_progress:
       while waiting and len(turns) < fleet.rows:
-        index, budget = waiting.pop()
-        context = tuple(contexts[index])
-        request = servers.TurnRequest(context, budget, fleet.stop_strings, sampler.distribution)
+        index, prompt = waiting.pop()
+        request = servers.TurnRequest(
+            tuple(contexts[index]),
+            prompt.budget,
+            fleet.stop_strings,
+            sampler.distribution,
+            stop_state=prompt.stop_state,
+        )
         turns.add(_in_thread(play_turn, index, request))
       started = time.perf_counter()
       done: set[futures.Future] = set()
@@ -579,7 +584,7 @@ def run(
       for index, prompt in pool.take_prompts():
         contexts[index] += prompt.ids
         if prompt.budget > 0:
-          waiting.append((index, prompt.budget))
+          waiting.append((index, prompt))
       report.seconds['env'] += time.perf_counter() - ended
   return report
 
@@ -620,7 +625,7 @@ def make_turn(
     )
   last_state = num_states - 1
   length = 0
-  state = 0
+  state = request.stop_state
   while length < len(tokens) and state < last_state:
     state = stop_table[state, tokens[length]]
     length += 1

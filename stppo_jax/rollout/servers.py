@@ -33,6 +33,7 @@ class TurnRequest:
   stop: Sequence[str]  # texts that end the turn and belong to it
   distribution: sampling.Distribution
   label: str = ''  # label of the weights
+  stop_state: int = 0  # of the trainer's stop automaton, at the start of the turn
 
 
 @dataclasses.dataclass(frozen=True)

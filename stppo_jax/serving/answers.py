@@ -15,6 +15,8 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from absl import logging
+
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import sampler as sampler_lib
@@ -210,7 +212,7 @@ class Answer:
     if chunk.finish == 'stop':
       chunk.stop = choice.text.stop
     if self.form is not None:
-      content, calls = self.form.parse(choice.text.full)
+      content, calls = self._parse(self.form, choice)
       if any(call.error for call in calls):
         action = 'invalid'  # the client gets the text as it is
       elif calls:
@@ -225,6 +227,15 @@ class Answer:
         chunk.turn = self.session.record(
             choice.plan, choice.tokens, choice.logp, forms, was_cut, action
         )
+
+  def _parse(self, form: tool_calls.Form, choice: Choice) -> tool_calls.Parsed:
+    """Returns content and calls of a turn. An error of the form is a call that cannot be read."""
+    text = choice.text.full
+    try:
+      return form.parse(text, choice.request.in_thought)
+    except Exception as error:  # on a tool that the client describes oddly
+      logging.log_first_n(logging.ERROR, 'a call cannot be read', 1, exc_info=True)
+      return text, (tool_calls.Call('', {}, f'{type(error).__name__}'),)
 
 
 def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import thoughts
 from stppo_jax.distributed import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
@@ -65,6 +66,8 @@ class Request:
   temperature: float = 1.0
   top_p: float = 1.0
   stop: Sequence[str] = ()
+  call_stop: Sequence[str] = ()  # end a turn as well, but not in a thought
+  in_thought: bool = False  # its prompt has opened a thought
   ignore_eos: bool = False  # True: an eos token does not end it
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # `release` frees the rows of an owner
@@ -110,6 +113,7 @@ class _CacheRow(slots_lib.ActiveSequence):
   request: Request | None = None
   owner: str = ''  # its last request's
   text: bytes = b''  # end of the turn so far, as long as the longest stop string
+  call_stops: thoughts.StopSearch | None = None  # looks for those of calls in the turn
   used: int = 0  # when; the least recent idle row is overwritten first
 
 
@@ -128,6 +132,7 @@ class Scheduler:
   ):
     self.counts = Counts()
     self.max_total = sampler.max_slots
+    self.vocab_size = sampler.config.vocab_size
     self.max_waiting = max_waiting
     self.score_rows = sampler.prefill_rows
     self._sampler = sampler
@@ -416,6 +421,9 @@ class Scheduler:
     row.request = request
     row.owner = request.owner
     row.text = b''
+    row.call_stops = None
+    if request.call_stop:
+      row.call_stops = thoughts.StopSearch(request.call_stop, request.in_thought)
     row.tokens[: len(ids)] = ids
     row.length = common
     row.ids = ids[common:].tolist()
@@ -504,13 +512,15 @@ class Scheduler:
     """Returns the number of tokens up to a stop string, and whether there is one."""
     assert row.request is not None
     stops = [stop.encode() for stop in row.request.stop]
-    if not stops:
+    if not stops and row.call_stops is None:
       return len(tokens), False
-    longest = max(map(len, stops))
+    longest = max(map(len, stops), default=1)
     for count, token in enumerate(tokens, start=1):
-      if token < len(self._token_bytes):
-        row.text += self._token_bytes[token]
+      piece = self._token_bytes[token] if token < len(self._token_bytes) else b''
+      row.text += piece
       if any(stop in row.text for stop in stops):
+        return count, True
+      if row.call_stops is not None and row.call_stops.feed(piece):
         return count, True
       row.text = row.text[-longest:]
     return len(tokens), False

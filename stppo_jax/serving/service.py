@@ -40,18 +40,20 @@ class Service:
       scheduler: scheduler_lib.Scheduler,
       tokenizer: tokenizer_lib.Tokenizer,
       name: str,
-      tool_form: str = 'hermes',
+      tool_form: str = tool_calls.AUTO,
       template_kwargs: Mapping[str, Any] | None = None,  # arguments of the chat template
       plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
     self.name = name
-    self.tool_form = tool_form
+    self.tool_form = tool_calls.form_name(tool_form, tokenizer.template)
     self.template_kwargs = dict(template_kwargs or {})
     self._plain_logp = plain_logp
     max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
-    self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form, max_chars)
+    self.template = template_lib.Template(
+        tokenizer, scheduler.max_total, self.tool_form, max_chars, scheduler.vocab_size
+    )
     # Long texts take seconds. One thread encodes them in the order in which they came.
     self._encoder = futures.ThreadPoolExecutor(1, 'encode')
     self._num_encoding = 0  # requests in that thread or its queue
@@ -213,11 +215,11 @@ class Service:
       limits = session.sampling
       owner = session.name
     form = None
-    stops = list(body.stop)
+    call_stop: tuple[str, ...] = ()
     if isinstance(body, api.ChatBody) and body.offered_tools:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
-        stops += form.stop_strings
+        call_stop = form.stop_strings
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index, plan in enumerate(plans):
@@ -230,7 +232,9 @@ class Service:
           emit=_sender(events, index),
           temperature=limits.temperature,
           top_p=limits.top_p,
-          stop=stops,
+          stop=body.stop,
+          call_stop=call_stop,
+          in_thought=self.tokenizer.opening(plan.ids) != '',
           ignore_eos=body.ignore_eos,
           plain_logp=self._plain_logp and session is None,
           owner=owner,

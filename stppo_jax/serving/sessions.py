@@ -158,7 +158,8 @@ class Session:
     """
     read: Callable[[list[int]], Any] = list
     if isinstance(prompt, str):
-      read = self._template.tokenizer.decode
+      read = self._template.shown
+      prompt = self._template.without_bos(prompt)
     with self._open():
       num_known = []
       for segment in self._segments:
@@ -170,7 +171,7 @@ class Session:
         ids = self._template.encode_prompt(prompt)
       else:
         new = prompt[len(read(best.ids)) :]
-        ids = best.ids + self._template.encode_prompt(new)
+        ids = best.ids + self._template.encode_more(new)
       return self._begin(ids, best, num_turns, [], _PLAIN)
 
   def _longest(self, num_known: Sequence[int]) -> tuple[Segment | None, int]:

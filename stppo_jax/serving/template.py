@@ -39,11 +39,13 @@ class Template:
       max_tokens: int,
       tool_form: str = 'hermes',
       max_chars: float = math.inf,  # limit of a prompt; TooLong is raised above it
+      vocab_size: float = math.inf,  # of the model, which may have more ids than the tokenizer
   ):
     self.tokenizer = tokenizer
     self._tool_form = tool_form
     self._max_tokens = max_tokens
     self._max_chars = max_chars
+    self._vocab_size = vocab_size
 
   def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
     """Returns the ids of a conversation up to where the next turn begins.
@@ -63,7 +65,7 @@ class Template:
         for text in texts:
           ids += self.tokenizer.encode(text)
       elif number == 0:
-        ids += self.tokenizer.encode(''.join(texts))
+        ids += self.tokenizer.begin(self.tokenizer.encode(''.join(texts)))
       else:  # between turns
         ids += self._encode_inline(''.join(texts))
     return ids
@@ -78,11 +80,28 @@ class Template:
     return self._render(messages, tools, add_generation_prompt=generation_prompt)
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens."""
+    """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens.
+
+    A text gets the tokens that begin one, unless it has them. Ids stay as they are.
+    """
+    if isinstance(prompt, str):
+      return self.tokenizer.begin(self.encode_more(prompt))
+    return self.encode_more(prompt)
+
+  def encode_more(self, prompt: str | Sequence[int]) -> list[int]:
+    """Returns the ids of a later part of such a prompt."""
     self._check_length(len(prompt))
     if isinstance(prompt, str):
       return self.tokenizer.encode(prompt, control=True)
     return list(prompt)
+
+  def without_bos(self, text: str) -> str:
+    """Returns a text prompt without the tokens that `encode_prompt` adds."""
+    return text.removeprefix(self.tokenizer.decode(self.tokenizer.bos_ids))
+
+  def shown(self, ids: Sequence[int]) -> str:
+    """Returns the text of ids, as `without_bos`."""
+    return self.without_bos(self.tokenizer.decode(ids))
 
   def encode_after(
       self, turn: list[int], messages: Sequence[Message], tools: Sequence[Any] = ()
@@ -109,9 +128,12 @@ class Template:
       raise TooLong(
           f'the prompt has {len(ids)} tokens, and with an answer at most {self._max_tokens} fit'
       )
-    wrong = [i for i in ids if i >= self.tokenizer.vocab_size]
-    if wrong or not ids:
-      raise ValueError(f'the prompt holds no token, or one of no text: {wrong[:1]}')
+    if not ids:
+      raise ValueError('the prompt holds no token')
+    if max(ids) >= self._vocab_size:
+      raise ValueError(
+          f'the prompt holds the id {max(ids)}, and the model has ids below {self._vocab_size}'
+      )
 
   def _check_length(self, num_chars: int) -> None:
     if num_chars > self._max_chars:

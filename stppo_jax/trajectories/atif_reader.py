@@ -115,6 +115,7 @@ class AtifReader:
     tool_form: one of tool_calls.FORMS, in which calls are written if no ids are given.
     max_observation: tokens of an observation at most, without a chat template.
     retokenize: encodes the texts although there are ids.
+    vocab_size: of the model, which may have more ids than the tokenizer; 0: as many.
   """
 
   def __init__(
@@ -123,10 +124,12 @@ class AtifReader:
       tool_form: str = 'hermes',
       max_observation: int = 2**20,
       retokenize: bool = False,
+      vocab_size: int = 0,
   ):
     self.tokenizer = tokenizer
     self.retokenize = retokenize
     self._max_observation = max_observation
+    self._vocab_size = vocab_size or tokenizer.vocab_size
     self._form = tool_calls.make_form(tool_form)
     self._template = template_lib.Template(tokenizer, max_observation, tool_form)
     self._turn_end: list[int] = []
@@ -162,9 +165,9 @@ class AtifReader:
   def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
     ids = np.concatenate([episode.unroll()[0] for episode in episodes])
-    wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
+    wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
     if len(wrong):
-      reason = f'it has no id {wrong[0]}'
+      reason = f'the model has no id {wrong[0]}, and {self._vocab_size} ids'
     else:
       text = ' '.join(self.tokenizer.decode(episodes[0].prompt).split())
       if ' '.join(question.split()) in text:

@@ -151,7 +151,8 @@ def _step(
       },
   }
   calls = []
-  for index, call in enumerate(_calls(turn.action, text, tool_form), start=1):
+  in_thought = tokenizer.opening(context) != ''
+  for index, call in enumerate(_calls(turn.action, text, tool_form, in_thought), start=1):
     calls.append(
         {
             'tool_call_id': f'call_{number}_{index}',
@@ -169,13 +170,13 @@ def _step(
   return step
 
 
-def _calls(action: str, text: str, tool_form: str) -> list[tool_calls.Call]:
+def _calls(action: str, text: str, tool_form: str, in_thought: bool) -> list[tool_calls.Call]:
   """Returns the calls of a turn: a search, or tools in this form."""
   if action == 'search':
     return [tool_calls.Call('search', {'query': search.parse_action(text)[1]})]
   if action in ('answer', 'invalid'):
     return []
-  _, calls = tool_calls.make_form(tool_form).parse(text)
+  _, calls = tool_calls.make_form(tool_form).parse(text, in_thought)
   return [call for call in calls if not call.error]
 
 

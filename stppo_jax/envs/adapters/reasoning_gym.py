@@ -51,6 +51,7 @@ class ReasoningGymEnv(packages.PackageEnv):
 
   frame = 'inline'
   core_metrics = ('solved',)
+  stops_in_thoughts = False
 
   @staticmethod
   def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
