@@ -264,7 +264,7 @@ class EnvTest(parameterized.TestCase):
       (dict(names=('calculater',)), 'did you mean calculator'),
       (dict(names=('no_such:f',)), 'cannot import no_such'),
       (dict(names=(f'{HERE}:add',) * 2), "two tools are called 'add'"),
-      (dict(form='xml'), 'allowed are hermes, llama3, tags'),
+      (dict(form='xml'), 'allowed are hermes, qwen_xml, llama3, tags'),
   )
   def test_mistake_is_one_line(self, arguments, message):
     with self.assertRaisesRegex(UserError, message) as caught:

@@ -33,7 +33,7 @@ class TurnRequest:
   stop: Sequence[str]  # texts that end the turn and belong to it
   distribution: sampling.Distribution
   label: str = ''  # label of the weights
-  stop_state: int = 0  # of the trainer's stop automaton, at the start of the turn
+  stop_state: int = 0  # the trainer's stop automaton begins the turn in it
 
 
 @dataclasses.dataclass(frozen=True)
