@@ -36,8 +36,8 @@ _OPEN_THOUGHT = re.compile(r'\s*<think>')
 _SPACE = re.compile(r'\s*')
 _FENCE = re.compile(r'\s*```')
 _LANGUAGE = re.compile(r'\w*\s')  # after the start of a code fence
-_MAX_DEPTH = 3  # of a schema that is searched for types
-_MAX_PARTS = 16  # of such a schema's alternatives
+_MAX_DEPTH = 3  # limit on the search for types in a schema
+_MAX_PARTS = 16  # limit on its alternatives
 AUTO = 'auto'  # the form that the chat template asks for
 
 
