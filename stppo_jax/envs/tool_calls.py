@@ -405,7 +405,7 @@ def _parse_blocks(
   content: list[str] = []
   calls: list[Call] = []
   end = 0
-  number = 0  # of block tags so far
+  number = 0  # block tags so far
   for tag, of_thought in zip(tags, is_thought):
     number += not of_thought
     is_closing, name = tag.groups()

@@ -39,7 +39,7 @@ class Template:
       max_tokens: int,
       tool_form: str = 'hermes',
       max_chars: float = math.inf,  # limit of a prompt; TooLong is raised above it
-      vocab_size: float = math.inf,  # of the model, which may have more ids than the tokenizer
+      vocab_size: float = math.inf,  # the model's, which may be larger than the tokenizer's
   ):
     self.tokenizer = tokenizer
     self._tool_form = tool_form
