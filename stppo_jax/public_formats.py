@@ -162,6 +162,12 @@ class SetReader:
     except Unanswerable as error:
       return Question(None, passages, str(error))
     steps = _steps(fields)
+    hops = len(steps) or len(_supporting_titles(fields))
+    is_verl = not row_files.is_null(row_fields.get('reward_model'))
+    if is_verl:  # its questions belong to a corpus of their own
+      hops = 0
+      gold = []
+      steps = ()
     group_is_split = canonical_split(row.group) in SPLITS
     group_split = row.group if group_is_split else ''
     dataset = '' if group_is_split else row.group
@@ -171,13 +177,12 @@ class SetReader:
         answers=answers,
         dataset=_name(fields, ('data_source', 'dataset')) or dataset or 'unnamed',
         split=_name(fields, ('split',)) or group_split,
-        hops=len(steps) or len(_supporting_titles(fields)),
+        hops=hops,
         gold=tuple(dict.fromkeys(gold)),
         options=options,
         letter=letter,
         steps=steps,
     )
-    is_verl = not row_files.is_null(fields.get('reward_model'))
     has_id = not is_verl and _first(fields, _IDS)[0] != ''
     return Question(task, passages, has_id=has_id)
 
@@ -547,7 +552,7 @@ def _steps(fields):
 def _passages(fields):
   """Returns (passages of a row, ids of those that hold the answer)."""
   name, value = _first(fields, _PASSAGES)
-  if not name:
+  if not value:
     return [], []
   if isinstance(value, str) and name == 'context':
     parsed = row_files.parsed(value)

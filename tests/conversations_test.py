@@ -281,6 +281,7 @@ class ReadTest(_Test):
   @parameterized.named_parameters(
       ('columns', {'text': 'x'}, 'no conversation in the columns text: messages, conversations'),
       ('list', {'messages': []}, "column 'messages' is"),
+      ('text', {'messages': 'Hello'}, "column 'messages' is 'Hello'"),
       ('role', {'messages': [{'role': 'narrator', 'content': 'x'}]}, "has the role 'narrator'"),
       (
           'image',

@@ -513,6 +513,7 @@ class FilesTest(_FileTest):
       ('QA.CSV', b'question,answer\nq,"[""a""]"\n'),
       ('qa.csv', b'question,answer\nq,"[\'a\']"\n'),
       ('qa.csv', b'question,answer,reward_model\nq,a,\n'),
+      ('qa.json', b'[{"question": "q", "answer": "a", "context": {}, "paragraphs": []}]'),
       ('qa.csv', b'question,answers\nq,"[""a""]"\n'),
   )
   def test_one_question(self, name, content):

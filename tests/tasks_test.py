@@ -171,6 +171,17 @@ class ParquetTest(_FileTest):
         ],
     )
 
+  def test_metadata_of_search_r1_changes_no_task(self):
+    metadata = {
+        'supporting_facts': {'title': ['Faust']},
+        'context': {'title': ['Faust'], 'sentences': [['A play.']]},
+    }
+    plain = tasks.load_tasks(self.write_parquet(self.row()), 'train')
+    row = self.row(id='train_0', golden_answers=['Goethe'], metadata=metadata)
+    path = self.write_parquet(row, name='more.parquet')
+    self.assertEqual(tasks.load_tasks(path, 'train'), plain)
+    self.assertEqual([p.title for p in tasks.load_corpus(path)], ['Faust'])
+
   def test_an_answer_that_is_a_plain_text_as_in_verl(self):
     path = self.write_parquet(self.row(reward_model={'style': 'rule', 'ground_truth': 'Goethe'}))
     self.assertEqual(tasks.load_tasks(path, 'train')[0].answers, ('Goethe',))

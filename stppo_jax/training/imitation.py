@@ -155,7 +155,7 @@ def load_pools(config: Config) -> Pools:
   if not pools.train:
     raise types.UserError(
         f'config.data.source={config.data.source!r}: none of {total} conversations can be trained '
-        f'on ({left_out or "no row"}): see docs/warm_start.md'
+        f'on ({left_out or "no row"}): give others'
     )
   return pools
 

@@ -101,7 +101,7 @@ def _conversation(fields, min_reward):
   for name in ('messages', 'conversations'):
     value = _parsed(fields.get(name))
     if value is not None:
-      messages = _messages(name, value, 'user', is_trained=True)
+      messages = _messages(name, value, '', is_trained=True)
       system = fields.get('system')
       if isinstance(system, str) and system and messages[:1] and messages[0]['role'] != 'system':
         messages.insert(0, _text_message('system', system))
@@ -131,8 +131,8 @@ def _text_message(role, content):
 
 
 def _messages(name, value, role_of_text, is_trained):
-  """Returns the messages of a column."""
-  if isinstance(value, str):
+  """Returns the messages of a column. A text is one message of `role_of_text`, if that is given."""
+  if isinstance(value, str) and role_of_text:
     value = [_text_message(role_of_text, value)]
   if not types.is_of(value, list[dict]) or not value:
     raise ValueError(f'column {name!r} is {shown(value)}: a list of messages is needed')
