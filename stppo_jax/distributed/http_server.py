@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import ipaddress
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Annotated
 from typing import Any
 from typing import TypeVar
 
+import h11
 import prometheus_client
 import pydantic
 from starlette import exceptions
@@ -29,6 +31,7 @@ from starlette import requests
 from starlette import responses
 from starlette import routing
 import uvicorn
+from uvicorn.protocols.http import h11_impl
 
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
@@ -44,7 +47,9 @@ class ServerLimits:
   """Limits of a server."""
 
   max_body_bytes: int = 8 << 20
+  header_timeout_s: float = 10.0  # until a complete header
   body_timeout_s: float = 10.0  # until a complete body
+  send_timeout_s: float = 60.0  # in which a client reads a part of its answer
   grace_s: float = 30.0  # time that running requests have when the server stops
 
 
@@ -52,7 +57,11 @@ class RequestError(exceptions.HTTPException):
   """A rejected request: the HTTP status and one line for the client."""
 
   def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
-    headers = {'Retry-After': '1'} if status in (429, 503) else None
+    headers = {}
+    if status in (429, 503):
+      headers['Retry-After'] = '1'
+    if status == 408:
+      headers['Connection'] = 'close'
     super().__init__(status, message, headers)
     self.code = code
     self.param = param
@@ -258,6 +267,63 @@ async def _wait_for_disconnect(request: requests.Request) -> None:
     pass
 
 
+class _Connection(h11_impl.H11Protocol):
+  """A connection that is closed if its client stops within a request, or stops reading.
+
+  uvicorn limits only the pause between two requests. The application limits the time for a body
+  that it reads, and no limit holds while it works on an answer.
+  """
+
+  def __init__(self, *args: Any, limits: ServerLimits, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    self._limits = limits
+    self._receiving: asyncio.TimerHandle | None = None  # closes a connection that owes bytes
+    self._sending: asyncio.TimerHandle | None = None  # closes a connection that reads none
+
+  def connection_made(self, transport: Any) -> None:
+    super().connection_made(transport)
+    self._limit_receiving()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    self._receiving = _stop(self._receiving)
+    self._sending = _stop(self._sending)
+    super().connection_lost(exc)
+
+  def data_received(self, data: bytes) -> None:
+    super().data_received(data)
+    self._limit_receiving()
+
+  def on_response_complete(self) -> None:
+    super().on_response_complete()
+    self._receiving = _stop(self._receiving)
+    is_between_requests = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+    if not is_between_requests:
+      self._limit_receiving()
+
+  def pause_writing(self) -> None:
+    super().pause_writing()
+    self._sending = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+
+  def resume_writing(self) -> None:
+    super().resume_writing()
+    self._sending = _stop(self._sending)
+
+  def _limit_receiving(self) -> None:
+    """Starts the time limit of a header, and of a body that the application does not read."""
+    state = self.conn.their_state
+    is_unread = state is h11.SEND_BODY and self.cycle.response_complete
+    if state is not h11.IDLE and not is_unread:
+      self._receiving = _stop(self._receiving)
+    elif self._receiving is None:
+      timeout_s = self._limits.header_timeout_s
+      self._receiving = self.loop.call_later(timeout_s, self.transport.abort)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+  if timer is not None:
+    timer.cancel()
+
+
 class Server:
   """Runs an application in a thread with an event loop. A context manager."""
 
@@ -272,7 +338,7 @@ class Server:
     self._server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http='h11',
+            http=functools.partial(_Connection, limits=app.limits),  # type: ignore[arg-type]
             ws='none',
             lifespan='off',
             loop='asyncio',
