@@ -312,6 +312,36 @@ class ReaderTest(parameterized.TestCase):
     self.assertTrue(np.isnan(second.logp).all())
     self.assertEqual(rows[0].task, types.Task('s', 'go', dataset='other-agent'))
 
+  @parameterized.parameters(
+      ({}, [0.0, 0.0], True),
+      ({'extra': {'trainable': False}}, [-0.1, -0.2], True),
+      ({'trainable': False}, [-0.1, -0.2], True),
+      ({}, [0.0, -0.2], False),  # one token may be certain
+      ({'extra': {'trainable': True}}, None, False),
+  )
+  def test_masked_turn_is_context(self, fields, logp, is_masked):
+    """Its log-probs are unknown, or its author says so. Without another turn nothing is trained."""
+    tokenizer = tiny()
+    asked = tokenizer.encode('go')
+    odd = [tokenizer.encode(c)[0] for c in 'hi']
+    seen = tokenizer.encode('seen')
+    first = by_ids('hi', asked, odd, logp, **fields)
+    second = by_ids('hi', [*asked, *odd, *seen], odd, [-0.3, -0.4])
+    reader = atif_reader.AtifReader(tokenizer)
+    (row,) = reader.episodes(make(step('user', 'go'), first, second), 'n')
+    whole = [(asked, [(odd, seen), (odd, [])])]
+    self.assertEqual(parts([row]), [([*asked, *odd, *seen], [(odd, [])])] if is_masked else whole)
+    self.assertEqual((row.failed, reader.num_masked), (False, int(is_masked)))
+    reader = atif_reader.AtifReader(tokenizer)
+    (alone,) = reader.episodes(make(step('user', 'go'), first), 'n')
+    self.assertEqual((alone.failed, reader.num_masked), (is_masked, int(is_masked)))
+    (marked,) = reader.episodes(make(step('user', 'go'), second, extra={'trainable': False}), 'n')
+    self.assertTrue(marked.failed)
+    (texts,) = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(
+        make(step('user', 'go'), first), 'n'
+    )
+    self.assertEqual(texts.failed, bool(fields) and is_masked)  # texts have no log-probs
+
   def test_prompt_without_a_user_is_read(self):
     (row,) = atif_reader.AtifReader(tiny()).episodes(make(by_ids('hi', [70], [71])), 'n')
     self.assertEqual(parts([row]), [([70], [([71], [])])])

@@ -8,6 +8,8 @@ its episode, and gives it back exactly. A document of another agent becomes a pr
   without ids   the chat template of the model encodes the texts
 
 Turns that no model wrote for this trajectory (`is_copied_context`, `llm_call_count` 0) are context.
+So are masked turns: those with `trainable: false`, and those whose log-probs are all exactly 0, which
+stand for unknown ones. A trajectory of masked turns alone is not trained on.
 Without log-probs an episode can be imitated, but no policy gradient can use it.
 """
 
@@ -93,6 +95,11 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
     else:
       own.append(OwnEpisode(episodes[0], record))
   num_documents = len(own) + len(others)
+  if reader.num_masked:
+    logging.warning(
+        '%d turns are masked, because they have `trainable: false` or log-probs that are all 0',
+        reader.num_masked,
+    )
   if unreadable:
     logging.warning('%d trajectories are left out, as %s', len(unreadable), unreadable[0])
   if not num_documents:
@@ -128,6 +135,7 @@ class AtifReader:
   ):
     self.tokenizer = tokenizer
     self.retokenize = retokenize
+    self.num_masked = 0  # turns of all documents so far that are not trained on
     self._max_observation = max_observation
     self._vocab_size = vocab_size or tokenizer.vocab_size
     self._form = tool_calls.make_form(tool_form)
@@ -148,19 +156,35 @@ class AtifReader:
         self._encode_own(episode, steps)
       else:
         self._check_ids([episode], question, name)
+      if not all(map(_is_trainable, (document, *steps))):
+        episode.failed = True
+        self.num_masked += len(episode.turns)
       return [episode]
-    turns = [step for step in steps if _is_turn(step)]
-    if not turns:
+    all_turns = [step for step in steps if _is_turn(step)]
+    if not all_turns:
       raise ValueError('no turn of an agent')
+    trained = [step for step in all_turns if self._is_trained(step)]
+    is_masked = not trained or not _is_trainable(document)
+    turns = all_turns if is_masked else trained
+    self.num_masked += len(all_turns) if is_masked else len(all_turns) - len(trained)
     task = types.Task(
         id=document.get('session_id') or name, question=question, dataset=document['agent']['name']
     )
     has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
     if self.retokenize or not has_ids:
-      return [self._encode(task, steps)]
-    episodes = _episodes_of_ids(task, turns)
-    self._check_ids(episodes, question, name)
+      episodes = [self._encode(task, steps, turns)]
+    else:
+      episodes = _episodes_of_ids(task, turns)
+      self._check_ids(episodes, question, name)
+    for episode in episodes:
+      episode.failed = is_masked
     return episodes
+
+  def _is_trained(self, step: AtifStep) -> bool:
+    """Returns whether a turn is not masked."""
+    logp = (step.get('metrics') or {}).get('logprobs')
+    is_unknown = bool(logp) and not any(logp) and not self.retokenize
+    return _is_trainable(step) and not is_unknown
 
   def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
@@ -207,8 +231,11 @@ class AtifReader:
       return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_observation)
     return self.tokenizer.encode(text, control=True)
 
-  def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
-    """Encodes the texts of another agent with the chat template."""
+  def _encode(
+      self, task: types.Task, steps: Sequence[AtifStep], turn_steps: Sequence[AtifStep]
+  ) -> types.Episode:
+    """Encodes the texts of another agent with the chat template. `turn_steps` become turns."""
+    turn_ids = {id(step) for step in turn_steps}
     episode = types.Episode(task, 0, _array(()), [])
     turns = episode.turns
     messages: list[template_lib.Message] = []  # since the last turn
@@ -216,7 +243,7 @@ class AtifReader:
       source = step['source']
       is_agent = source == 'agent'
       text = self._agent_text(step) if is_agent else _content(step['message'])
-      if text and _is_turn(step):
+      if text and id(step) in turn_ids:
         if not turns:
           episode.prompt = self._encode_messages(messages, None)
         elif messages:
@@ -291,6 +318,12 @@ def _is_turn(step: AtifStep) -> bool:
   """Returns whether a model wrote this step for this trajectory."""
   is_agent = step['source'] == 'agent' and not step.get('is_copied_context')
   return is_agent and step.get('llm_call_count') != 0
+
+
+def _is_trainable(part: Mapping[str, Any]) -> bool:
+  """Returns whether a document or step may be trained on: no `trainable` of it is false."""
+  places = (part, part.get('extra'), part.get('metrics'))
+  return all((place or {}).get('trainable') is not False for place in places)
 
 
 def _ids(step: AtifStep, kind: str) -> list[int]:
