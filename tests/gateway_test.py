@@ -38,6 +38,7 @@ from stppo_jax.serving import api
 from stppo_jax.serving import gateway
 from stppo_jax.serving import messages
 from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -239,6 +240,24 @@ class AnswersTest(parameterized.TestCase):
     self.server.app.service.end_session(name)
     self.assertEqual(of_session['choices'][0]['message'], greedy['choices'][0]['message'])
     self.assertGreater(min(logp(of_session)), -0.05)  # but for rounding
+
+  @parameterized.parameters(
+      ({}, None),
+      ({'temperature': 0.7, 'top_p': 1.0}, None),
+      ({'temperature': 0.0}, 'temperature=0.0'),
+      ({'temperature': 0.7, 'top_p': 0.9, 'seed': 5}, 'seed=5, top_p=0.9'),
+  )
+  def test_session_logs_settings_that_it_ignores(self, fields, shown):
+    body = api.ChatBody.model_validate(ASKED | fields)
+    anthropic = {'model': 'm', 'max_tokens': 5, 'messages': ASKED['messages']}
+    given = {name: value for name, value in fields.items() if name != 'seed'}
+    chats = [body, messages.MessagesBody.model_validate(anthropic | given).to_chat()]
+    for chat_body in chats if 'seed' not in fields else [body]:
+      with mock.patch.object(service_lib.logging, 'log_first_n') as told:
+        service_lib._warn_of_ignored(chat_body, sessions.Sampling(0.7))
+      self.assertEqual(told.called, shown is not None)
+      if shown:
+        self.assertEqual(told.call_args.args[-1], shown)
 
   def test_logprobs_have_bytes_of_tokens(self):
     half = 'é'.encode()[:1]

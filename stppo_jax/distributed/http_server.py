@@ -285,8 +285,8 @@ class _Connection(h11_impl.H11Protocol):
     self._limit_receiving()
 
   def connection_lost(self, exc: Exception | None) -> None:
-    self._receiving = _stop(self._receiving)
-    self._sending = _stop(self._sending)
+    self._stop_receiving()
+    self._stop_sending()
     super().connection_lost(exc)
 
   def data_received(self, data: bytes) -> None:
@@ -295,7 +295,7 @@ class _Connection(h11_impl.H11Protocol):
 
   def on_response_complete(self) -> None:
     super().on_response_complete()
-    self._receiving = _stop(self._receiving)
+    self._stop_receiving()
     is_between_requests = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
     if not is_between_requests:
       self._limit_receiving()
@@ -306,22 +306,27 @@ class _Connection(h11_impl.H11Protocol):
 
   def resume_writing(self) -> None:
     super().resume_writing()
-    self._sending = _stop(self._sending)
+    self._stop_sending()
 
   def _limit_receiving(self) -> None:
     """Starts the time limit of a header, and of a body that the application does not read."""
     state = self.conn.their_state
     is_unread = state is h11.SEND_BODY and self.cycle.response_complete
     if state is not h11.IDLE and not is_unread:
-      self._receiving = _stop(self._receiving)
+      self._stop_receiving()
     elif self._receiving is None:
       timeout_s = self._limits.header_timeout_s
       self._receiving = self.loop.call_later(timeout_s, self.transport.abort)
 
+  def _stop_receiving(self) -> None:
+    if self._receiving is not None:
+      self._receiving.cancel()
+      self._receiving = None
 
-def _stop(timer: asyncio.TimerHandle | None) -> None:
-  if timer is not None:
-    timer.cancel()
+  def _stop_sending(self) -> None:
+    if self._sending is not None:
+      self._sending.cancel()
+      self._sending = None
 
 
 class Server:

@@ -15,6 +15,7 @@ import hashlib
 import secrets
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -214,6 +215,7 @@ class Service:
     if session is not None:
       limits = session.sampling
       owner = session.name
+      _warn_of_ignored(body, limits)
     form = None
     call_stop: tuple[str, ...] = ()
     if isinstance(body, api.ChatBody) and body.offered_tools:
@@ -279,3 +281,22 @@ def _sender(events: asyncio.Queue, index: int) -> Callable:
       loop.call_soon_threadsafe(events.put_nowait, (index, tokens, logp, finish))
 
   return send
+
+
+def _warn_of_ignored(body: Body, sampling: sessions.Sampling) -> None:
+  """Logs once which sampling settings of a client have no effect, because the run has its own."""
+  ignored = {}
+  for name in ('temperature', 'top_p'):
+    value = getattr(body, name)
+    if value not in (getattr(sampling, name), type(body).model_fields[name].default):
+      ignored[name] = value
+  if body.seed is not None:
+    ignored['seed'] = body.seed
+  if ignored:
+    logging.log_first_n(
+        logging.WARNING,
+        'a program asked for %s: in a session of a run, temperature and top_p are those of '
+        'config.rollout, and seeds are those of the run',
+        1,
+        ', '.join(f'{name}={value}' for name, value in sorted(ignored.items())),
+    )

@@ -8,8 +8,8 @@ its episode, and gives it back exactly. A document of another agent becomes a pr
   without ids   the chat template of the model encodes the texts
 
 Turns that no model wrote for this trajectory (`is_copied_context`, `llm_call_count` 0) are context.
-So are masked turns: those with `trainable: false`, and those whose log-probs are all exactly 0, which
-stand for unknown ones. A trajectory of masked turns alone is not trained on.
+So are masked turns: those with `trainable: false`, and those whose log-probs are all exactly 0,
+which stand for unknown ones. A trajectory of masked turns alone is not trained on.
 Without log-probs an episode can be imitated, but no policy gradient can use it.
 """
 
@@ -182,8 +182,8 @@ class AtifReader:
 
   def _is_trained(self, step: AtifStep) -> bool:
     """Returns whether a turn is not masked."""
-    logp = (step.get('metrics') or {}).get('logprobs')
-    is_unknown = bool(logp) and not any(logp) and not self.retokenize
+    logp = (step.get('metrics') or {}).get('logprobs') or []
+    is_unknown = len(logp) > 0 and not any(logp) and not self.retokenize
     return _is_trainable(step) and not is_unknown
 
   def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
