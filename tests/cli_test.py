@@ -346,6 +346,16 @@ class CompareTest(absltest.TestCase):
     (setting,) = [line.split() for line in text.splitlines() if line.startswith('| seed')]
     self.assertEqual(setting, ['|', 'seed', '|', '0', '|', '1', '|'])
 
+  def test_settings_are_shown_without_a_common_question(self):
+    a = self.write('a', 0, [0.0, 1.0])
+    b = self.write('b', 1, [1.0])
+    path = pathlib.Path(b, 'episodes/eval_000004.jsonl')
+    path.write_text(path.read_text(encoding='utf-8').replace('"q0"', '"p0"'), encoding='utf-8')
+    code, text, _ = run('compare', a, b)
+    self.assertIsNone(code)
+    self.assertRegex(text, r'\| seed +\| 0 +\| 1 +\|')
+    self.assertIn('no question in common', text)
+
   def test_outcomes_of_both_are_counted(self):
     a = self.write('a', 0, [0.0, 1.0])
     text = run('compare', a, self.write('b', 0, [1.0, 1.0, 1.0]))[1]

@@ -1,6 +1,7 @@
 """The writer of metrics.jsonl: every line is strict JSON, and a resumed run repeats no line."""
 
 import contextlib
+import dataclasses
 import errno
 import glob
 import json
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.monitoring import journal
 from stppo_jax.monitoring import metrics
@@ -126,6 +128,27 @@ class MetricsWriterTest(parameterized.TestCase):
         writer.write(1, {'step': 2})
       with self.assertRaisesRegex(AssertionError, 'one number'):
         writer.write(1, {'a': np.zeros([2])})
+
+  def test_time_left_does_not_count_compiling(self):
+    """The first update takes an hour, and the others a second each."""
+    config = dataclasses.asdict(schema.Config(train=schema.TrainSettings(updates=26)))
+    config['log'] |= {'tensorboard': False, 'episodes': False}
+    clock = iter([0.0, 3600.0, 3600.0, 3601.0])
+    with mock.patch.object(journal.time, 'perf_counter', lambda: next(clock)):
+      with journal.Journal(self.workdir, config, 0) as made, self.assertLogs('absl') as logs:
+        made.log_update(1, {})
+        made.log_update(2, {})
+    self.assertEqual(
+        [line.split(':')[-3:] for line in logs.output if 'update' in line],
+        [['INFO', 'absl', 'update 1/26'], ['update 2/26  0', '00', '24 left']],
+    )
+
+  def test_finished_run_says_so(self):
+    config = dataclasses.asdict(schema.Config(train=schema.TrainSettings(updates=3)))
+    config['log'] |= {'tensorboard': False, 'episodes': False}
+    with journal.Journal(self.workdir, config, 3) as made, self.assertLogs('absl') as logs:
+      made.log_end(3)
+    self.assertIn('all 3 updates of this run are done', logs.output[0])
 
   def test_reading(self):
     self.assertEqual(metrics.read_metrics(self.workdir), [])

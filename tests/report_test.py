@@ -128,6 +128,17 @@ class ReportTest(parameterized.TestCase):
     self._write_rows({f'val-core/{name}/{score}': 0.5 for name in ('all', *datasets)})
     self.assertEqual(_labels(_page_json(self._page())), labels)
 
+  def test_own_score_of_an_environment_is_a_curve(self):
+    row = {'share/mean': 0.25}
+    row |= {f'val-{name}/share': 0.5 for name in ('core/all', 'core/unnamed')}
+    row |= {f'val-aux/{name}/reward/acc': 0.75 for name in ('all', 'unnamed')}
+    self._write_rows(row)
+    (chart,) = _page_json(self._page())['charts']
+    self.assertEqual(chart['title'], 'Metrics of the environment')
+    curves = {one['label']: one['y'] for one in chart['series']}
+    expected = {'share': [0.25], 'held out: share, all': [0.5], 'held out: reward/acc': [0.75]}
+    self.assertEqual(curves, expected)
+
   def _write_rows(self, *rows):
     with metrics.MetricsWriter(self.workdir) as writer:
       for step, row in enumerate(rows):

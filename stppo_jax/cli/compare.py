@@ -33,17 +33,23 @@ def text(first: str, second: str) -> str:
   first_settings = read_settings(first)
   second_settings = read_settings(second)
   settings = _setting_rows(first_settings, second_settings)
+  table_of_settings = 'The settings are the same.'
+  if len(settings) > 1:
+    table_of_settings = table.aligned(settings)
   first_path = newest_episodes(first)
   second_path = newest_episodes(second)
   first_episodes = read_episodes(first_path)
   second_episodes = read_episodes(second_path)
-  parts = [
-      f'A: {first_path}\nB: {second_path}',
-      table.aligned(settings) if len(settings) > 1 else 'The settings are the same.',
-      table.aligned(_score_rows(first_episodes, second_episodes)),
-      f'In brackets: {statistics.LEVEL:.0%} intervals of a bootstrap over the questions.',
-      table.aligned(_outcome_rows(first_episodes, second_episodes)),
-  ]
+  parts = [f'A: {first_path}\nB: {second_path}', table_of_settings]
+  scores = _score_rows(first_episodes, second_episodes)
+  if len(scores) > 1:
+    parts += [
+        table.aligned(scores),
+        f'In brackets: {statistics.LEVEL:.0%} intervals of a bootstrap over the questions.',
+    ]
+  else:
+    parts.append('A and B have no question in common: evaluate them on the same split for scores.')
+  parts.append(table.aligned(_outcome_rows(first_episodes, second_episodes)))
   return '\n\n'.join(parts)
 
 
@@ -121,7 +127,7 @@ def _score_rows(first: Episodes, second: Episodes) -> Rows:
     other_samples = others.get(prefix, {})
     shared = samples.keys() & other_samples.keys()
     if not shared:
-      raise UserError('A and B have no question in common: evaluate them on the same split')
+      continue
     for metric in [*metrics, 'score']:
       estimates = paired(samples, other_samples, metric)
       cells = map(table.cell, estimates)

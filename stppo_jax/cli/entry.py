@@ -164,6 +164,8 @@ def _start_jax(flags: Flags, workdir: str) -> None:
 
 def configure_logging() -> None:
   """Logs this package's messages with the time, and only warnings of libraries."""
+  # Without torch, which nothing here needs, transformers would advise to install it.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   absl_flags.FLAGS.mark_as_parsed()
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)

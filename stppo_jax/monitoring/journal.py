@@ -47,6 +47,8 @@ class Journal(contextlib.ExitStack):
     super().__init__()
     self._workdir = workdir
     self._first = first
+    self._timed_from = config['train']['updates']  # the time left is estimated from later updates
+    self._has_timed = False
     self._updates = config['train']['updates']
     self._log = config['log']
     self._health = config['health']
@@ -129,9 +131,13 @@ class Journal(contextlib.ExitStack):
     self.write(n, {**metrics, **health_lib.flags(alarms)})
     elapsed_s = time.perf_counter() - self._started
     line = metrics_lib.progress_line(
-        n, self._updates, metrics, elapsed_s, self._first, self._core_metrics
+        n, self._updates, metrics, elapsed_s, self._timed_from, self._core_metrics
     )
     logging.info(line)
+    if not self._has_timed:  # the first update compiles, and says nothing about the others
+      self._has_timed = True
+      self._timed_from = n
+      self._started = time.perf_counter()
     return alarms
 
   def warn(self, n: int, alarms: Sequence[health_lib.Alarm]) -> None:
@@ -158,6 +164,12 @@ class Journal(contextlib.ExitStack):
           'stopped on request, %d of %d updates done and saved; the same command resumes',
           n,
           self._updates,
+      )
+    elif n == self._first > 0:
+      logging.info(
+          'all %d updates of this run are done: --config.train.updates=N trains on, where the '
+          'learning rates have no schedule, and --mode=eval gives scores with intervals',
+          n,
       )
     if path := self._report():
       logging.info('report: %s', path)

@@ -136,11 +136,18 @@ def _rounded(digits):
 
 
 def _merge_only_dataset(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Renames 'all' to the only held-out data set, if there is one, so that scores appear once."""
+  """Renames 'all' to the only held-out data set, if there is one, so that scores appear once.
+
+  A data set without a name is left out, and its scores are those of 'all'.
+  """
   datasets = {match['part'] for match in _scores(rows) if match[1] == 'core'} - {'all'}
   if len(datasets) != 1:
     return rows
-  prefix = f'val-core/{datasets.pop()}/'
+  dataset = datasets.pop()
+  if dataset == 'unnamed':
+    unnamed = re.compile('val-(core|aux)/unnamed/')
+    return [{name: row[name] for name in row if not unnamed.match(name)} for row in rows]
+  prefix = f'val-core/{dataset}/'
   return [{name.replace('val-core/all/', prefix): row[name] for name in row} for row in rows]
 
 
