@@ -524,6 +524,10 @@ class ServeSettings(Section):
   tool_form: str = setting(
       'auto', "format of tool calls, see envs/tool_calls.py; 'auto': that of the chat template",
       allowed=('auto', 'hermes', 'llama3', 'qwen_xml', 'tags'))
+  forced_choice: str = setting(
+      'refuse', "agent programs: a request that forces a tool call or a JSON text is an error "
+      "('refuse'), or samples as if it forced nothing ('auto', counted as env/forced)",
+      allowed=('refuse', 'auto'))
   agent_timeout_s: float = setting(300.0, 'time limit of an agent program, per episode', above=0)
   on_crash: str = setting(
       'mask', "an episode whose agent program raised is not trained on ('mask') or has reward 0 "

@@ -36,6 +36,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
+from stppo_jax.serving import grammars
 from stppo_jax.serving import messages
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
@@ -85,7 +86,13 @@ def embedded():
 def make_scheduler(max_waiting=256, **settings):
   tokenizer, params, sampler = embedded()
   return scheduler_lib.Scheduler(
-      sampler, params, tokenizer.token_bytes, tokenizer.eos_ids, max_waiting, **settings
+      sampler,
+      params,
+      tokenizer.token_bytes,
+      tokenizer.eos_ids,
+      max_waiting,
+      grammars=grammars.Grammars(tokenizer),
+      **settings,
   )
 
 

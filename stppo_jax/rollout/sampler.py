@@ -169,6 +169,7 @@ class Sampler:
     jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
     self._prefill = jit_in_place(self._append)
     self._decode = jit_in_place(self._decode_rows)
+    self._mask = jax.jit(_mask, out_shardings=(logits_sharding, everywhere))
     self._score = jit_in_place(self._score_rows)
 
   @functools.cached_property
@@ -320,6 +321,14 @@ class Sampler:
     if not self.records_routes:  # the programs may be those of a sampler that does: see `greedy`
       result = dataclasses.replace(result, routes=None)
     return context, result
+
+  def mask(self, context: Context, allowed: np.ndarray) -> tuple[Context, jax.Array]:
+    """Leaves only some tokens as the next ones: allowed [B,bytes] uint8 has a bit per token.
+
+    The bits of a byte begin with the lowest. Returns also the log of the mass that is left [B].
+    """
+    logits, log_mass = self._mask(context.logits, allowed)
+    return dataclasses.replace(context, logits=logits), log_mass
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
@@ -511,6 +520,13 @@ def _grow(config, context, slots):
   rows = len(context.logits)
   empty = _empty(config, rows, slots)
   return jax.tree.map(fill, empty, context)
+
+
+def _mask(logits, allowed):
+  bits = jnp.unpackbits(allowed, axis=1, count=logits.shape[1], bitorder='little')
+  masked = jnp.where(bits > 0, logits, -jnp.inf)
+  log_mass = jax.nn.logsumexp(masked, axis=1) - jax.nn.logsumexp(logits, axis=1)
+  return masked, log_mass
 
 
 def _take(context, rows):

@@ -139,25 +139,32 @@ class SlotGroup:
     for sequence, source in zip(sequences, sources):
       sequence.end_prefill(prefilled.result, source)
 
-  def decode(self, enough: int) -> sampler_lib.DecodeResult:
+  def mask(self, allowed: Any) -> jax.Array:
+    """Leaves only some tokens as the next ones of each slot, see `Sampler.mask`."""
+    self.context, log_mass = self._sampler.mask(self.context, allowed)
+    return log_mass
+
+  def decode(self, enough: int, most_steps: int | None = None) -> sampler_lib.DecodeResult:
     """Starts to decode, until `enough` rows have stopped. Does not wait for the device."""
     sampler = self._sampler
     decoding = self.rows_in('decoding')
-    steps = self._reserve_steps(decoding)
+    steps = self._reserve_steps(decoding, most_steps)
     inputs = self._decode_inputs(self.rows, sampler.width)
     context = self.context
     context, sampled = sampler.decode(self.params, context, inputs, steps, enough)
     self.context = context
     return sampled
 
-  def decode_few(self, sequences: Sequences) -> sampler_lib.DecodeResult:
+  def decode_few(
+      self, sequences: Sequences, most_steps: int | None = None
+  ) -> sampler_lib.DecodeResult:
     """Decodes at most `prefill_rows` sequences: row i of the result belongs to sequences[i].
 
     They have a small context of their own, because a call computes all rows of its context.
     """
     sampler = self._sampler
     enough = sampler.width
-    steps = self._reserve_steps(sequences)
+    steps = self._reserve_steps(sequences, most_steps)
     slots = [sequence.slot for sequence in sequences]
     rows = range(len(slots))
     few = sampler.take(self.context, slots)
@@ -166,11 +173,12 @@ class SlotGroup:
     self.context = sampler.put(self.context, few, slots, rows)
     return sampled
 
-  def _reserve_steps(self, sequences: Sequences) -> int:
+  def _reserve_steps(self, sequences: Sequences, most_steps: int | None) -> int:
     """Makes room for a decode call. Returns its largest number of tokens per row."""
     longest = max(sequence.length for sequence in sequences)
     self.reserve(longest + 1)
-    return self.context.slots - longest
+    room = self.context.slots - longest
+    return room if most_steps is None else min(room, most_steps)
 
   def _decode_inputs(self, rows, num_rows):
     """Returns the inputs of a decode call: rows[i] is the sequence in row i, or None."""

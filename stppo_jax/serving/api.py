@@ -203,7 +203,6 @@ class CompletionBody(ClientBody):
   stop: Annotated[Stops, pydantic.BeforeValidator(listed)] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stream_options: dict[str, bool] = {}
-  response_format: dict[Literal['type'], Literal['text']] = {}
   include_stop_str_in_output: bool = False
   return_token_ids: bool = False
   stop_token_ids: list[TokenId] = []  # some of the tokenizer's eos ids, which end answers anyway
@@ -234,6 +233,53 @@ class CompletionBody(ClientBody):
     if self.wants_scores and self.stream:
       raise ValueError('stream: is not supported with likeliest tokens: leave one of them out')
     return self
+
+
+class JsonSchema(Part):
+  """The name and the schema of a JSON text."""
+
+  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')] = {}
+
+
+class ResponseFormat(Part):
+  """The form of an answer's text."""
+
+  type: Literal['text', 'json_object', 'json_schema'] = 'text'
+  json_schema: JsonSchema = JsonSchema()
+
+  @property
+  def schema_of_text(self) -> dict[str, Any] | None:
+    """The schema that the text must follow; None: there is none."""
+    if self.type == 'text':
+      return None
+    return self.json_schema.json_schema if self.type == 'json_schema' else {'type': 'object'}
+
+
+class NamedFunction(Part):
+  """A function by its name."""
+
+  name: str
+
+
+class NamedTool(Part):
+  """A tool by its name."""
+
+  type: Literal['function'] = 'function'
+  function: NamedFunction
+
+
+class AllowedTools(Part):
+  """Tools by their names, and whether one of them must be called."""
+
+  mode: Literal['auto', 'required']
+  tools: list[NamedTool]
+
+
+class ToolSubset(Part):
+  """A choice of some of the tools."""
+
+  type: Literal['allowed_tools']
+  allowed_tools: AllowedTools
 
 
 class TextBody(CompletionBody):
@@ -275,7 +321,8 @@ class ChatBody(CompletionBody):
   tools: list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
       [], max_length=MAX_TOOLS
   )
-  tool_choice: Literal['auto', 'none'] = 'auto'
+  tool_choice: Literal['auto', 'none', 'required'] | ToolSubset | NamedTool = 'auto'
+  response_format: ResponseFormat = ResponseFormat()
   parallel_tool_calls: bool = False  # False: an answer ends with its first call
   logprobs: bool = False  # those of the chosen tokens
   top_logprobs: int = pydantic.Field(0, ge=0, le=sampler_lib.TOP)
@@ -292,6 +339,43 @@ class ChatBody(CompletionBody):
   @property
   def offered_tools(self) -> list[Any]:
     return [] if self.tool_choice == 'none' else self.tools
+
+  @property
+  def forced_functions(self) -> list[Any]:
+    """The functions of which the answer must call one; empty: it need not call any."""
+    tools: list[Any] = self.tools
+    functions = [tool['function'] for tool in tools]
+    choice = self.tool_choice
+    if choice == 'required':
+      return functions
+    names = []
+    if isinstance(choice, NamedTool):
+      names = [choice.function.name]
+    elif isinstance(choice, ToolSubset) and choice.allowed_tools.mode == 'required':
+      names = [tool.function.name for tool in choice.allowed_tools.tools]
+    return [function for function in functions if function['name'] in names]
+
+  @property
+  def is_forced(self) -> bool:
+    """Whether the answer must follow a grammar."""
+    return len(self.forced_functions) > 0 or self.response_format.type != 'text'
+
+  @pydantic.model_validator(mode='after')
+  def _check_choice(self) -> Self:
+    choice = self.tool_choice
+    if choice not in ('auto', 'none') and not self.tools:
+      raise ValueError('tool_choice: there are no tools')
+    tools: list[Any] = self.tools
+    known = {tool['function']['name'] for tool in tools}
+    names: list[str] = []
+    if isinstance(choice, NamedTool):
+      names = [choice.function.name]
+    elif isinstance(choice, ToolSubset):
+      names = [tool.function.name for tool in choice.allowed_tools.tools]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+      raise ValueError(f'tool_choice: there is no tool {unknown[0][:80]!r}')
+    return self
 
 
 class TextWriter:

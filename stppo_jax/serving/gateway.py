@@ -20,6 +20,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.serving import grammars
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.types import UserError
 
@@ -86,6 +87,8 @@ def running(
       settings.tool_form,
       config.model.chat_template_kwargs,
       plain_logp=settings.logprobs_mode == 'raw_logprobs',
+      grammars=scheduler.grammars,
+      forces_in_sessions=settings.forced_choice == 'auto',
   )
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
   with scheduler, contextlib.closing(service):
@@ -146,6 +149,7 @@ def serve(
       tokenizer.eos_ids,
       settings.max_waiting,
       load_params=load_params,
+      grammars=grammars.Grammars(tokenizer),
   )
   del params
   if not hosts.is_writer():

@@ -109,10 +109,33 @@ class BlockTool(api.Part):
 
 
 class ToolChoice(api.Part):
-  """Whether the model may call tools."""
+  """Whether the model may or must call tools."""
 
-  type: Literal['auto', 'none'] = 'auto'
+  type: Literal['auto', 'none', 'any', 'tool'] = 'auto'
+  name: str = ''  # of the type 'tool'
   disable_parallel_tool_use: bool = True
+
+  def to_chat(self) -> Any:
+    """Returns the `tool_choice` of a chat."""
+    if self.type == 'tool':
+      return {'type': 'function', 'function': {'name': self.name}}
+    return 'required' if self.type == 'any' else self.type
+
+
+class OutputFormat(api.Part):
+  """The form of an answer's text."""
+
+  type: Literal['json_schema']
+  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')]
+
+
+class OutputConfig(api.Part):
+  """Settings of the answer's text."""
+
+  model_config = pydantic.ConfigDict(extra='forbid')
+
+  effort: Any = None  # changes nothing: the model thinks as it was trained to
+  format: OutputFormat | None = None
 
 
 class MessagesBody(api.ClientBody):
@@ -123,9 +146,8 @@ class MessagesBody(api.ClientBody):
   stop_sequences: api.Stops = []
   tools: list[BlockTool] = []
   tool_choice: ToolChoice = ToolChoice()
-  # The next two change nothing: the model thinks as it was trained to.
-  thinking: dict[str, Any] = {}
-  output_config: dict[Literal['effort'], Any] = {}
+  output_config: OutputConfig = OutputConfig()
+  thinking: dict[str, Any] = {}  # changes nothing
 
   def to_chat(self) -> api.ChatBody:
     """Returns the equal chat request."""
@@ -140,9 +162,13 @@ class MessagesBody(api.ClientBody):
         'messages': messages,
         'stop': self.stop_sequences,
         'tools': [tool.to_chat() for tool in self.tools],
-        'tool_choice': self.tool_choice.type,
+        'tool_choice': self.tool_choice.to_chat(),
         'parallel_tool_calls': not self.tool_choice.disable_parallel_tool_use,
     }
+    form = self.output_config.format
+    if form is not None:
+      schema = {'schema': form.json_schema}
+      fields['response_format'] = {'type': 'json_schema', 'json_schema': schema}
     return api.ChatBody.model_validate(fields)
 
 

@@ -183,10 +183,47 @@ def _join_name(namespace: str, name: str) -> str:
   return f'{namespace}.{name}' if namespace else name
 
 
+class NamedTool(api.Part):
+  """A tool by its name."""
+
+  type: Literal['function']
+  name: str
+  namespace: str = ''
+
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the tool of a chat's choice."""
+    return {'type': 'function', 'function': {'name': _join_name(self.namespace, self.name)}}
+
+
+class ToolSubset(api.Part):
+  """A choice of some of the tools."""
+
+  type: Literal['allowed_tools']
+  mode: Literal['auto', 'required']
+  tools: list[NamedTool]
+
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the choice of a chat."""
+    tools = [tool.to_chat() for tool in self.tools]
+    return {'type': self.type, 'allowed_tools': {'mode': self.mode, 'tools': tools}}
+
+
+class TextFormat(api.Part):
+  """The form of the answer's text."""
+
+  type: Literal['text', 'json_object', 'json_schema'] = 'text'
+  name: str = ''
+  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')] = {}
+
+  def to_chat(self) -> dict[str, Any]:
+    """Returns the `response_format` of a chat."""
+    return {'type': self.type, 'json_schema': {'schema': self.json_schema}}
+
+
 class TextSettings(api.Part):
   """Settings of the answer's text."""
 
-  format: dict[Literal['type'], Literal['text']] = {}
+  format: TextFormat = TextFormat()
   verbosity: Any = None  # changes nothing: the model writes as it was trained to
 
 
@@ -201,7 +238,7 @@ class ResponsesBody(api.ClientBody):
   instructions: http_server.Text = ''
   max_output_tokens: api.TokenCount | None = None
   tools: list[_Tool] = pydantic.Field([], max_length=api.MAX_TOOLS)
-  tool_choice: Literal['auto', 'none'] = 'auto'
+  tool_choice: Literal['auto', 'none', 'required'] | ToolSubset | NamedTool = 'auto'
   parallel_tool_calls: bool = False
   stop: Annotated[api.Stops, pydantic.BeforeValidator(api.listed)] = []  # OpenAI has none here
   text: TextSettings = TextSettings()
@@ -232,13 +269,15 @@ class ResponsesBody(api.ClientBody):
         tools += [function.to_chat(tool.name) for function in tool.tools]
       else:
         tools.append(tool.to_chat())
+    choice = self.tool_choice
     fields = self.model_dump(include=set(api.ClientBody.model_fields))
     fields |= {
         'messages': messages,
         'stop': self.stop,
         'max_completion_tokens': self.max_output_tokens,
         'tools': tools,
-        'tool_choice': self.tool_choice,
+        'tool_choice': choice if isinstance(choice, str) else choice.to_chat(),
+        'response_format': self.text.format.to_chat(),
         'parallel_tool_calls': self.parallel_tool_calls,
         'logprobs': _LOGPROBS in self.include,
         'echoed': self._echo(),
@@ -251,9 +290,10 @@ class ResponsesBody(api.ClientBody):
         'instructions max_output_tokens metadata parallel_tool_calls reasoning temperature text '
         'tool_choice tools top_logprobs top_p truncation'
     )
-    fields = self.model_dump(include=set(names.split()))
+    fields = self.model_dump(include=set(names.split()), by_alias=True)
     fields['instructions'] = self.instructions or None
-    fields['text'].setdefault('format', {'type': 'text'})
+    if self.text.format.type != 'json_schema':
+      fields['text']['format'] = {'type': self.text.format.type}
     return fields
 
 

@@ -188,7 +188,7 @@ class ProgramAgent(agent_lib.Agent):
     is_masked = has_crashed and self.config.serve.on_crash == 'mask'
     episodes = run.session.episodes(run.task, group, is_masked, first_is_whole)
     counts = run.session.counts
-    metrics = {name: counts[name] for name in ('rewritten', 'branched', 'too_long')}
+    metrics = {name: counts[name] for name in ('rewritten', 'branched', 'too_long', 'forced')}
     metrics['segments'] = float(len(episodes))
     metrics['crashed'] = float(has_crashed)
     metrics['timed_out'] = float(run.timed_out)

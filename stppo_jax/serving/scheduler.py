@@ -34,6 +34,7 @@ from stppo_jax.distributed import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
+from stppo_jax.serving import grammars as grammars_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -69,6 +70,7 @@ class Request:
   call_stop: Sequence[str] = ()  # end a turn as well, but not in a thought
   in_thought: bool = False  # its prompt has opened a thought
   ignore_eos: bool = False  # True: an eos token does not end it
+  grammar: str = ''  # of `grammars.Grammars`, which the answer must follow; empty: none
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
@@ -112,6 +114,7 @@ class _CacheRow(slots_lib.ActiveSequence):
   tokens: np.ndarray  # [S] int32; those of the context, and those to prefill
   request: Request | None = None
   owner: str = ''  # its last request's
+  matcher: grammars_lib.Matcher | None = None  # place of the request in its grammar
   text: bytes = b''  # end of the turn so far, as long as the longest stop string
   call_stops: thoughts.StopSearch | None = None  # looks for those of calls in the turn
   used: int = 0  # when; the least recent idle row is overwritten first
@@ -129,6 +132,7 @@ class Scheduler:
       max_waiting: int = 256,
       shares_prefixes: bool = True,  # False: a request only continues a row as a whole
       load_params: Callable[[str], Any] | None = None,  # for `reload`; raises UserError, Busy
+      grammars: grammars_lib.Grammars | None = None,  # None: no request has a grammar
   ):
     self.counts = Counts()
     self.max_total = sampler.max_slots
@@ -140,6 +144,7 @@ class Scheduler:
     self._eos_ids = frozenset(eos_ids)
     self._shares_prefixes = shares_prefixes
     self._load_params = load_params
+    self.grammars = grammars
     self._group = slots_lib.SlotGroup(sampler, sampler.copy(params))
     self._rows = []
     for slot in range(sampler.width):
@@ -420,6 +425,10 @@ class Scheduler:
     row.used = next(self._clock)
     row.request = request
     row.owner = request.owner
+    row.matcher = None
+    if request.grammar:
+      assert self.grammars is not None
+      row.matcher = self.grammars.start(request.grammar)
     row.text = b''
     row.call_stops = None
     if request.call_stop:
@@ -468,14 +477,15 @@ class Scheduler:
   def _decode(self) -> None:
     """Samples some tokens of each row in progress, and emits them."""
     rows = self._running_rows()
+    log_mass, most_steps = self._mask(rows)
     places: Sequence[int]
     if len(rows) <= self._sampler.prefill_rows < self._sampler.width:
-      result = self._group.decode_few(rows)
+      result = self._group.decode_few(rows, most_steps)
       places = range(len(rows))
     else:
-      result = self._group.decode(enough=self._sampler.width)
+      result = self._group.decode(self._sampler.width, most_steps)
       places = [row.slot for row in rows]
-    sampled = jax.device_get(result)
+    sampled, log_mass = jax.device_get((result, log_mass))
     self.counts.decode_calls += 1
     self.counts.decode_steps += int(sampled.counts.max())
     self.counts.rows_decoded += len(rows)
@@ -483,7 +493,23 @@ class Scheduler:
       count = sampled.counts[place]
       tokens = sampled.tokens[place, :count]
       logp = sampled.logp[place, :count]
+      if row.settings[2] and log_mass is not None:  # the model's log-prob, of all tokens
+        logp = logp + log_mass[row.slot]
       self._record(row, tokens, logp, bool(sampled.alive[place]))
+
+  def _mask(self, rows: Sequence[_CacheRow]) -> tuple[jax.Array | None, int | None]:
+    """Leaves the tokens that the grammars of some rows allow next.
+
+    Returns the logs of the masses that are left, per slot, and the most tokens to sample then.
+    """
+    if all(row.matcher is None for row in rows):
+      return None, None
+    num_bytes = -(-self._sampler.config.vocab_size // 8)
+    allowed = np.full((self._sampler.width, num_bytes), 255, np.uint8)
+    for row in rows:
+      if row.matcher is not None:
+        allowed[row.slot] = row.matcher.allowed(num_bytes)
+    return self._group.mask(allowed), 1
 
   def _record(self, row: _CacheRow, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
     """Adds sampled tokens to a row, up to the end of its turn."""
@@ -499,11 +525,19 @@ class Scheduler:
     if request.ignore_eos:
       alive = row.budget > 0
     has_eos = not alive and not request.ignore_eos and int(tokens[-1]) in self._eos_ids
+    is_complete = False
+    if row.matcher is not None:
+      for token in tokens.tolist():
+        row.matcher.add(token)
+      is_complete = row.matcher.is_over
     finish = None
-    if has_stop_string or has_eos:
+    if has_stop_string or has_eos or is_complete:
       finish = 'stop'
     elif not alive:
       finish = 'length'
+    if row.matcher is not None and row.matcher.error:
+      logging.warning('an answer cannot follow its grammar: %s', row.matcher.error)
+      finish = 'error'
     if finish is not None:
       self._free(row)
     request.emit(tokens.tolist(), logp[:count].tolist(), finish)

@@ -26,6 +26,7 @@ from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
+from stppo_jax.serving import grammars as grammars_lib
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
@@ -44,6 +45,8 @@ class Service:
       tool_form: str = tool_calls.AUTO,
       template_kwargs: Mapping[str, Any] | None = None,  # arguments of the chat template
       plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
+      grammars: grammars_lib.Grammars | None = None,  # those of the scheduler
+      forces_in_sessions: bool = True,  # False: a forced choice is an error in a session
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
@@ -51,6 +54,8 @@ class Service:
     self.tool_form = tool_calls.form_name(tool_form, tokenizer.template)
     self.template_kwargs = dict(template_kwargs or {})
     self._plain_logp = plain_logp
+    self._grammars = grammars
+    self._forces_in_sessions = forces_in_sessions
     max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
     self.template = template_lib.Template(
         tokenizer, scheduler.max_total, self.tool_form, max_chars, scheduler.vocab_size
@@ -131,12 +136,27 @@ class Service:
     if session is not None and num_prompts > 1:
       raise _invalid('prompt', 'send one in a session')
     self._check_scores(body, session)
+    if isinstance(body, api.ChatBody) and body.is_forced:
+      self._check_forced(body, session)
     most = self.scheduler.max_waiting
     num_choices = body.n * num_prompts
     if num_choices > most:
       raise _invalid('n', f'{num_choices} answers (prompts times n): ask for at most {most}')
     if self._num_encoding >= most:
       raise scheduler_lib.QueueFull(f'busy: {self._num_encoding} requests are waiting; try again')
+
+  def _check_forced(self, body: api.ChatBody, session: sessions.Session | None) -> None:
+    """Raises RequestError for a forced answer in a session that has none. Counts the others."""
+    if session is None:
+      return
+    if not self._forces_in_sessions:
+      param = 'tool_choice' if body.forced_functions else 'response_format'
+      message = (
+          'the trainer needs the log-probs of the distribution that was drawn from, without forced '
+          'tokens: leave it out, or use --config.serve.forced_choice=auto, which forces nothing'
+      )
+      raise _invalid(param, message)
+    session.counts['forced'] += 1
 
   def _check_scores(self, body: Body, session: sessions.Session | None) -> None:
     """Raises RequestError where log-probs beyond those of sampling would not be comparable."""
@@ -174,6 +194,8 @@ class Service:
       if session is not None:
         future.add_done_callback(functools.partial(_abandon_plans, session))
       raise
+    except grammars_lib.Missing as error:
+      raise http_server.RequestError(400, str(error)) from None
     except template_lib.TooLong as error:
       code = 'context_length_exceeded'
       raise http_server.RequestError(400, str(error), code, body.PROMPT_FIELD) from None
@@ -186,6 +208,7 @@ class Service:
   def _encode(self, body: Body, session: sessions.Session | None) -> list[sessions.RequestPlan]:
     """Returns the plans of the choices: all samples of a prompt, then those of the next."""
     if session is None:
+      self._grammar(body)  # may be rejected
       plans = []
       for ids in self._encode_prompts(body):
         self.template.check(ids)  # before the other prompts take their time
@@ -198,6 +221,21 @@ class Service:
       first = session.plan_prompt(body.prompt[0])
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
     return [first, *more]
+
+  def _grammar(self, body: Body) -> str:
+    """Returns the grammar of an answer; empty: none. Raises ValueError, and Missing."""
+    if not isinstance(body, api.ChatBody) or not body.is_forced:
+      return ''
+    assert self._grammars is not None
+    schema = body.response_format.schema_of_text
+    functions = body.forced_functions
+    if functions:
+      schema = None
+    else:
+      functions = [tool['function'] for tool in body.offered_tools]
+    grammar = self._grammars.of_answer(self.tool_form, functions, schema, body.parallel_tool_calls)
+    self._grammars.start(grammar)
+    return grammar
 
   def _encode_prompts(self, body: Body) -> Iterator[list[int]]:
     """Yields the ids of each prompt. A text may be a chat that the client's template wrote."""
@@ -222,6 +260,7 @@ class Service:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings
+    grammar = self._grammar(body) if session is None else ''
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index, plan in enumerate(plans):
@@ -238,6 +277,7 @@ class Service:
           call_stop=call_stop,
           in_thought=self.tokenizer.opening(plan.ids) != '',
           ignore_eos=body.ignore_eos,
+          grammar=grammar,
           plain_logp=self._plain_logp and session is None,
           owner=owner,
       )

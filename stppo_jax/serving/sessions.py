@@ -103,7 +103,7 @@ class Session:
     self._final_reward: float | None = None
     self.has_reward = False  # the client has posted a reward, of whatever value
     self._metrics: dict[str, float] = {}
-    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long'), 0.0)
+    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long', 'forced'), 0.0)
 
   @property
   def num_turns(self) -> int:
