@@ -293,6 +293,7 @@ class TablesTest(absltest.TestCase):
         'model.attention': {'auto', 'plain', 'cudnn', 'splash'},
         'eval.checkpoint': {'newest', 'best'},
         'serve.on_crash': {'mask', 'zero'},
+        'serve.forced_choice': {'refuse', 'auto'},
         'serve.logprobs_mode': {'raw_logprobs', 'processed_logprobs'},
         'serve.tool_form': {tool_calls.AUTO, *tool_calls.FORMS},
         'rollout.allocation': {'even', 'dars_et', 'dars_hw'},

@@ -348,11 +348,9 @@ class ChatBody(CompletionBody):
     choice = self.tool_choice
     if choice == 'required':
       return functions
-    names = []
-    if isinstance(choice, NamedTool):
-      names = [choice.function.name]
-    elif isinstance(choice, ToolSubset) and choice.allowed_tools.mode == 'required':
-      names = [tool.function.name for tool in choice.allowed_tools.tools]
+    if isinstance(choice, ToolSubset) and choice.allowed_tools.mode == 'auto':
+      return []
+    names = _chosen_names(choice)
     return [function for function in functions if function['name'] in names]
 
   @property
@@ -360,22 +358,33 @@ class ChatBody(CompletionBody):
     """Whether the answer must follow a grammar."""
     return len(self.forced_functions) > 0 or self.response_format.type != 'text'
 
-  @pydantic.model_validator(mode='after')
-  def _check_choice(self) -> Self:
-    choice = self.tool_choice
-    if choice not in ('auto', 'none') and not self.tools:
-      raise ValueError('tool_choice: there are no tools')
-    tools: list[Any] = self.tools
-    known = {tool['function']['name'] for tool in tools}
-    names: list[str] = []
-    if isinstance(choice, NamedTool):
-      names = [choice.function.name]
-    elif isinstance(choice, ToolSubset):
-      names = [tool.function.name for tool in choice.allowed_tools.tools]
-    unknown = [name for name in names if name not in known]
+  @pydantic.field_validator('tool_choice')
+  @classmethod
+  def _check_choice(cls, choice: Any, info: pydantic.ValidationInfo) -> Any:
+    tools: list[Any] = info.data.get('tools', [])
+    if choice not in ('auto', 'none') and not tools:
+      raise ValueError('there are no tools')
+    known = [tool['function']['name'] for tool in tools]
+    unknown = [name for name in _chosen_names(choice) if name not in known]
     if unknown:
-      raise ValueError(f'tool_choice: there is no tool {unknown[0][:80]!r}')
-    return self
+      raise ValueError(f'there is no tool {unknown[0][:80]!r}')
+    return choice
+
+  @pydantic.field_validator('top_logprobs')
+  @classmethod
+  def _check_top_logprobs(cls, count: int, info: pydantic.ValidationInfo) -> int:
+    if count > 1 and not info.data.get('logprobs'):
+      raise ValueError('needs logprobs=true')
+    return count
+
+
+def _chosen_names(choice: Any) -> list[str]:
+  """Returns the names of the tools in a choice."""
+  if isinstance(choice, NamedTool):
+    return [choice.function.name]
+  if isinstance(choice, ToolSubset):
+    return [tool.function.name for tool in choice.allowed_tools.tools]
+  return []
 
 
 class TextWriter:

@@ -112,7 +112,7 @@ class ToolChoice(api.Part):
   """Whether the model may or must call tools."""
 
   type: Literal['auto', 'none', 'any', 'tool'] = 'auto'
-  name: str = ''  # of the type 'tool'
+  name: str = ''  # only for the type 'tool'
   disable_parallel_tool_use: bool = True
 
   def to_chat(self) -> Any:

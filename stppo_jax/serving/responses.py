@@ -183,7 +183,7 @@ def _join_name(namespace: str, name: str) -> str:
   return f'{namespace}.{name}' if namespace else name
 
 
-class NamedTool(api.Part):
+class ToolName(api.Part):
   """A tool by its name."""
 
   type: Literal['function']
@@ -195,12 +195,12 @@ class NamedTool(api.Part):
     return {'type': 'function', 'function': {'name': _join_name(self.namespace, self.name)}}
 
 
-class ToolSubset(api.Part):
+class ToolNames(api.Part):
   """A choice of some of the tools."""
 
   type: Literal['allowed_tools']
   mode: Literal['auto', 'required']
-  tools: list[NamedTool]
+  tools: list[ToolName]
 
   def to_chat(self) -> dict[str, Any]:
     """Returns the choice of a chat."""
@@ -238,7 +238,7 @@ class ResponsesBody(api.ClientBody):
   instructions: http_server.Text = ''
   max_output_tokens: api.TokenCount | None = None
   tools: list[_Tool] = pydantic.Field([], max_length=api.MAX_TOOLS)
-  tool_choice: Literal['auto', 'none', 'required'] | ToolSubset | NamedTool = 'auto'
+  tool_choice: Literal['auto', 'none', 'required'] | ToolNames | ToolName = 'auto'
   parallel_tool_calls: bool = False
   stop: Annotated[api.Stops, pydantic.BeforeValidator(api.listed)] = []  # OpenAI has none here
   text: TextSettings = TextSettings()

@@ -70,7 +70,7 @@ class Request:
   call_stop: Sequence[str] = ()  # end a turn as well, but not in a thought
   in_thought: bool = False  # its prompt has opened a thought
   ignore_eos: bool = False  # True: an eos token does not end it
-  grammar: str = ''  # of `grammars.Grammars`, which the answer must follow; empty: none
+  grammar: str = ''  # the answer must follow it, see `grammars`; empty: none
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
