@@ -126,6 +126,12 @@ class Sampler:
     self.width = width
     self.num_groups = num_rows // width
     self.prefill_rows = prefill_rows
+    # Numbers of rows that `take` can copy out of a group, to decode fewer rows than it has. On a CPU
+    # the time of a call grows with its rows. An accelerator mostly reads weights, and compiles long.
+    few_rows = [prefill_rows]
+    while config.cache_tile and 2 * few_rows[-1] < width:
+      few_rows.append(2 * few_rows[-1])
+    self.few_rows = tuple(size for size in few_rows if size < width)
     # Whether prefill works on a whole group where it is, not on rows taken out of it.
     self.in_place = prefill_rows == width
     tile = config.cache_tile or 1
@@ -217,22 +223,23 @@ class Sampler:
     slots = larger[0]
     return self._grow(context, slots)
 
-  def take(self, context: Context, rows: Numbers) -> Context:
-    """Returns copies of at most `prefill_rows` rows, in a context of `prefill_rows` rows."""
-    padded = self._padded(rows)
+  def take(self, context: Context, rows: Numbers, size: int = 0) -> Context:
+    """Returns copies of rows, in a context of `size` rows, by default `prefill_rows`."""
+    padded = self._padded(rows, size or self.prefill_rows)
     return self._take(context, padded)
 
   def put(self, context: Context, taken: Context, targets: Numbers, sources: Numbers) -> Context:
-    """Copies rows sources[i] of `taken` to rows targets[i] of `context`; at most `prefill_rows`."""
+    """Copies rows sources[i] of `taken` to rows targets[i] of `context`, at most all of them."""
     count = np.int32(len(targets))
-    targets = self._padded(targets)
-    sources = self._padded(sources)
+    size = len(taken.logits)
+    targets = self._padded(targets, size)
+    sources = self._padded(sources, size)
     return self._put(context, taken, targets, sources, count)
 
-  def _padded(self, rows):
-    """Returns the numbers of rows, padded to `prefill_rows`."""
+  def _padded(self, rows, size):
+    """Returns the numbers of rows, padded to `size`."""
     count = len(rows)
-    padded = np.zeros(self.prefill_rows, np.int32)
+    padded = np.zeros(size, np.int32)
     padded[:count] = rows
     return padded
 

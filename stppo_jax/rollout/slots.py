@@ -158,7 +158,7 @@ class SlotGroup:
   def decode_few(
       self, sequences: Sequences, most_steps: int | None = None
   ) -> sampler_lib.DecodeResult:
-    """Decodes at most `prefill_rows` sequences: row i of the result belongs to sequences[i].
+    """Decodes at most `few_rows[-1]` sequences: row i of the result belongs to sequences[i].
 
     They have a small context of their own, because a call computes all rows of its context.
     """
@@ -167,8 +167,9 @@ class SlotGroup:
     steps = self._reserve_steps(sequences, most_steps)
     slots = [sequence.slot for sequence in sequences]
     rows = range(len(slots))
-    few = sampler.take(self.context, slots)
-    inputs = self._decode_inputs(sequences, sampler.prefill_rows)
+    size = min(size for size in sampler.few_rows if size >= len(slots))
+    few = sampler.take(self.context, slots, size)
+    inputs = self._decode_inputs(sequences, size)
     few, sampled = sampler.decode(self.params, few, inputs, steps, enough)
     self.context = sampler.put(self.context, few, slots, rows)
     return sampled

@@ -479,7 +479,7 @@ class Scheduler:
     rows = self._running_rows()
     log_mass, most_steps = self._mask(rows)
     places: Sequence[int]
-    if len(rows) <= self._sampler.prefill_rows < self._sampler.width:
+    if len(rows) <= max(self._sampler.few_rows, default=0):
       result = self._group.decode_few(rows, most_steps)
       places = range(len(rows))
     else:
