@@ -77,6 +77,12 @@ class GrammarTest(parameterized.TestCase):
     self.assertFalse(accepts(one, 'Hello'))
     self.assertFalse(accepts(one, find.replace('Paris', 'Bonn')))
 
+  def test_open_thought_is_ended_first(self):
+    tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
+    grammar = grammars.Grammars(tokenizer).of_answer('tags', [SAY], None, False, in_thought=True)
+    self.assertTrue(accepts(grammar, 'Hm.</think>\n<say>x</say>'))
+    self.assertFalse(accepts(grammar, '<say>x</say>'))
+
   def test_text_of_a_schema_may_replace_calls(self):
     tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
     grammar = grammars.Grammars(tokenizer).of_answer('tags', [SAY], CITY, has_several=False)

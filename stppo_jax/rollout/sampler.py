@@ -126,8 +126,9 @@ class Sampler:
     self.width = width
     self.num_groups = num_rows // width
     self.prefill_rows = prefill_rows
-    # Numbers of rows that `take` can copy out of a group, to decode fewer rows than it has. On a CPU
-    # the time of a call grows with its rows. An accelerator mostly reads weights, and compiles long.
+    # Numbers of rows that `take` can copy out of a group, to decode fewer rows than it has. On a
+    # CPU the time of a call grows with its rows. An accelerator mostly reads weights, and its
+    # programs compile for minutes.
     few_rows = [prefill_rows]
     while config.cache_tile and 2 * few_rows[-1] < width:
       few_rows.append(2 * few_rows[-1])

@@ -90,6 +90,7 @@ class Grammars:
       functions: Sequence[Mapping[str, Any]],
       schema: Mapping[str, Any] | None,
       has_several: bool,
+      in_thought: bool = False,  # the prompt ends within a thought
   ) -> str:
     """Returns the grammar of answers that call functions, or are a JSON text of a schema.
 
@@ -103,7 +104,8 @@ class Grammars:
     separator = '"; "' if form == 'llama3' else 'LINES?'
     names = ' | '.join(f'call_{number}' for number in range(len(functions)))
     more = f'({separator} call)*' if has_several else ''
-    start = f'start: thought? call {more}'
+    thought = 'inner LINES?' if in_thought else 'thought?'
+    start = f'start: {thought} call {more}'
     if schema is not None:
       start += ' | answer'
       rules.append(f'answer: %json {_json(schema)}')
@@ -159,6 +161,8 @@ def _call_rules(form: str, number: int, function: Mapping[str, Any]) -> list[str
       return [f'{call}: {json.dumps(f"<{name}>")} {body}', f'{body}[suffix={suffix}]: /(.|\\n)*/']
     tags = json.dumps(f'<{name}>'), json.dumps(f'</{name}>')
     return [f'{call}: {tags[0]} {body} {tags[1]}', f'{body}: %json {_json(parameters)}']
+  if form == 'qwen_xml':
+    return _xml_rules(call, name, parameters)
   arguments = 'parameters' if form == 'llama3' else 'arguments'
   schema: dict[str, Any] = {
       'type': 'object',
@@ -173,6 +177,33 @@ def _call_rules(form: str, number: int, function: Mapping[str, Any]) -> list[str
   if form == 'llama3':
     return [f'{call}: {body}', rule]
   return [f'{call}: "<tool_call>\\n" {body} "\\n</tool_call>"', rule]
+
+
+def _xml_rules(call: str, name: str, parameters: Mapping[str, Any]) -> list[str]:
+  """Returns the rules of a call in the form 'qwen_xml', whose texts stand without quotes."""
+  definitions = {key: parameters[key] for key in ('$defs', 'definitions') if key in parameters}
+  required = parameters.get('required') or ()
+  end = json.dumps('\n</parameter>\n')
+  parts = []
+  rules = []
+  for number, (key, schema) in enumerate((parameters.get('properties') or {}).items()):
+    rule = f'{call}_{number}'
+    root, _, defined = schema.get('$ref', '').removeprefix('#/').partition('/')
+    schema = definitions.get(root, {}).get(defined, schema)
+    choices = schema.get('enum', [None])
+    if all(isinstance(choice, str) for choice in choices):
+      value = f'({" | ".join(map(json.dumps, choices))}) {end}'
+    elif schema.get('type') == 'string':
+      value = f'{rule}_text'
+      rules.append(f'{value}[suffix={end}]: /(.|\\n)*/')
+    else:
+      value = f'{rule}_json {end}'
+      rules.append(f'{rule}_json: %json {_json(dict(schema) | definitions)}')
+    rules.append(f'{rule}: {json.dumps(f"<parameter={key}>" + chr(10))} {value}')
+    parts.append(rule if key in required else f'{rule}?')
+  opening = json.dumps(f'<tool_call>\n<function={name}>\n')
+  closing = json.dumps('</function>\n</tool_call>')
+  return [f'{call}: {opening} {" ".join(parts)} {closing}', *rules]
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -208,12 +208,14 @@ class Service:
   def _encode(self, body: Body, session: sessions.Session | None) -> list[sessions.RequestPlan]:
     """Returns the plans of the choices: all samples of a prompt, then those of the next."""
     if session is None:
-      self._grammar(body)  # may be rejected
       plans = []
       for ids in self._encode_prompts(body):
         self.template.check(ids)  # before the other prompts take their time
         keys = [self._make_key(body.seed, sample) for sample in range(body.n)]
         plans += [sessions.RequestPlan(ids, key) for key in keys]
+      if grammar := self._grammar(body, plans[0].ids):
+        assert self._grammars is not None
+        self._grammars.start(grammar)  # compiles it here, or rejects it
       return plans
     if isinstance(body, api.ChatBody):
       first = session.plan(body.conversation, body.offered_tools)
@@ -222,7 +224,7 @@ class Service:
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
     return [first, *more]
 
-  def _grammar(self, body: Body) -> str:
+  def _grammar(self, body: Body, prompt: list[int]) -> str:
     """Returns the grammar of an answer; empty: none. Raises ValueError, and Missing."""
     if not isinstance(body, api.ChatBody) or not body.is_forced:
       return ''
@@ -233,9 +235,13 @@ class Service:
       schema = None
     else:
       functions = [tool['function'] for tool in body.offered_tools]
-    grammar = self._grammars.of_answer(self.tool_form, functions, schema, body.parallel_tool_calls)
-    self._grammars.start(grammar)
-    return grammar
+    return self._grammars.of_answer(
+        self.tool_form,
+        functions,
+        schema,
+        body.parallel_tool_calls,
+        self.tokenizer.opening(prompt) != '',
+    )
 
   def _encode_prompts(self, body: Body) -> Iterator[list[int]]:
     """Yields the ids of each prompt. A text may be a chat that the client's template wrote."""
@@ -260,7 +266,9 @@ class Service:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings
-    grammar = self._grammar(body) if session is None else ''
+    grammar = ''
+    if session is None:
+      grammar = self._grammar(body, plans[0].ids)
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index, plan in enumerate(plans):
