@@ -532,6 +532,13 @@ class ServeSettings(Section):
   on_crash: str = setting(
       'mask', "an episode whose agent program raised is not trained on ('mask') or has reward 0 "
       "('zero')", allowed=('mask', 'zero'))
+  thoughts: str = setting(
+      'keep', "a turn that an agent program sends back without its <think>..</think> stays in the "
+      "row as it was sampled ('keep'), or starts a row as the program sent it ('client')",
+      allowed=('keep', 'client'))
+  max_rows: int = setting(
+      16, 'rows of an episode of an agent program; the turns of further conversations are not '
+      'recorded', at_least=1)
 
 
 def _section(kind: type, **settings: Any) -> Any:

@@ -339,10 +339,11 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(''.join(c['text'] for c in mine), choice['text'])
 
   @parameterized.parameters(
-      ({'prompt': ['x', '']}, 'prompt.1: Value should have at least 1 item'),
+      ({'prompt': ['x', '']}, 'prompt.1: the prompt is empty: send a text'),
+      ({'prompt': ''}, 'prompt.0: the prompt is empty: send a text'),
       ({'prompt': ['x', 3]}, 'prompt.1.list: Input should be a valid list'),
       ({'prompt': [[1], [[1]]]}, 'prompt.1.list.0: Input should be a valid integer'),
-      ({'prompt': ['x', 'y ' * 400]}, 'tokens, and with an answer'),
+      ({'prompt': ['x', 'y ' * 400]}, 'resulted in 800 tokens'),
       ({'prompt': ['x'] * 257}, 'at most 256'),
   )
   def test_wrong_list_of_prompts_is_rejected(self, fields, words):
@@ -408,6 +409,32 @@ class AnswersTest(parameterized.TestCase):
     result = {'role': 'tool', 'tool_call_id': call['id'], 'content': '<information></information>'}
     again = self.ask(messages=[*ASKED['messages'], choice['message'], result], tools=[SEARCH])
     self.assertGreater(again['usage']['prompt_tokens'], body['usage']['total_tokens'])
+
+  def test_stream_has_a_delta_per_call(self):
+    """As OpenAI's: text, then each call, then the end. Clients read one of them per delta."""
+    calls = [tool_calls.Call('search', {'query': query}) for query in 'ab']
+    with mock.patch.object(tool_calls.Tags, 'parse', return_value=('Hm', tuple(calls))):
+      chunks = events(post(self.server, {**ASKED, 'tools': [SEARCH], 'stream': True, 'n': 2}))
+    for number in range(2):
+      mine = [c for x in chunks for c in x['choices'] if c['index'] == number]
+      deltas = [c['delta'] for c in mine]
+      self.assertEqual(deltas[0], {'role': 'assistant', 'content': 'Hm'})
+      (first,), (second,) = [delta.pop('tool_calls') for delta in deltas[1:3]]
+      self.assertEqual([first['index'], second['index']], [0, 1])
+      self.assertNotEqual(first['id'], second['id'])
+      names = [json.loads(call['function']['arguments'])['query'] for call in (first, second)]
+      self.assertEqual(names, ['a', 'b'])
+      self.assertEqual(deltas[1:], [{}, {}, {}])
+      self.assertEqual([c['finish_reason'] for c in mine], [None, None, None, 'tool_calls'])
+
+  def test_tools_stay_in_prompt_without_choice(self):
+    template = self.server.app.service.template
+    with mock.patch.object(template, 'encode', wraps=template.encode) as encode:
+      answer = self.ask(temperature=0, tools=[SEARCH], tool_choice='none')
+    self.assertEqual(encode.call_args.args[1], [SEARCH])
+    (choice,) = answer['choices']
+    self.assertNotIn('tool_calls', choice['message'])
+    self.assertIn('<search>', choice['message']['content'])
 
   def test_half_a_character_in_arguments_is_no_error(self):
     call = tool_calls.Call('search', {'query': '\ud83d'})
@@ -478,8 +505,12 @@ class AnswersTest(parameterized.TestCase):
       ({'guided_json': {}, 'guided_choice': ['a']}, 400, 'guided_choice'),
       ({'structured_outputs': {'choice': ['a']}}, 400, 'structured_outputs'),
       ({'prompt_logprobs': 0}, 400, 'prompt_logprobs'),
-      ({'skip_special_tokens': True}, 400, 'skip_special_tokens'),
-      ({'reasoning_effort': 'low'}, 400, 'reasoning_effort'),
+      ({'skip_special_tokens': False}, 400, 'skip_special_tokens'),
+      ({'detokenize': False}, 400, 'detokenize'),
+      ({'modalities': ['text', 'audio']}, 400, 'modalities'),
+      ({'length_penalty': 0}, 400, 'length_penalty'),
+      ({'best_of': 2}, 400, 'best_of'),
+      ({'stop': ''}, 400, 'stop'),
       ({'model': 'gpt-5'}, 404, 'model'),
   )
   def test_wrong_field_is_named(self, fields, status, param):
@@ -493,10 +524,19 @@ class AnswersTest(parameterized.TestCase):
   def test_neutral_fields_are_accepted(self):
     nothing = {'repetition_penalty': 1.0, 'min_tokens': 0, 'stop_token_ids': [0], 'bad_words': None}
     nothing |= {'add_generation_prompt': True, 'continue_final_message': False}
+    nothing |= {'skip_special_tokens': True, 'modalities': ['text'], 'reasoning_effort': 'low'}
+    nothing |= {'verbosity': 'low', 'detokenize': True, 'add_special_tokens': True, 'best_of': 1}
+    nothing |= {'length_penalty': 1, 'thinking': {'type': 'disabled'}, 'include_reasoning': True}
     nothing |= {'prompt_logprobs': None, 'guided_json': None, 'chat_template_kwargs': {}}
-    self.assertEqual(
-        self.ask(temperature=0, **nothing)['choices'], self.ask(temperature=0)['choices']
-    )
+    own = {'chat_template_kwargs', 'prompt_logprobs', 'stop_token_ids'}  # not Anthropic's
+    for path, fields, content in (
+        ('/v1/chat/completions', nothing, 'choices'),
+        ('/v1/completions', nothing | {'prompt': QUESTION, 'messages': None}, 'choices'),
+        ('/v1/messages', {name: nothing[name] for name in nothing.keys() - own}, 'content'),
+    ):
+      asked = {name: fields[name] for name in ('prompt', 'messages') if name in fields}
+      expected = self.ask(path, temperature=0, **asked)[content]
+      self.assertEqual(self.ask(path, temperature=0, **fields)[content], expected)
 
   @parameterized.parameters(
       ('GET', '/v1/chat/completions', b'', 405),
@@ -568,7 +608,7 @@ class MessagesTest(parameterized.TestCase):
     )
     self.assertEqual(chat.conversation, expected.conversation)
     self.assertEqual(chat.offered_tools, expected.offered_tools)
-    for name in ('model', 'max_tokens', 'parallel_tool_calls', 'stop', 'top_p', 'temperature'):
+    for name in ('max_tokens', 'parallel_tool_calls', 'stop', 'top_p', 'temperature'):
       self.assertEqual(getattr(chat, name), getattr(expected, name))
 
   def test_error_of_tool_is_in_its_text(self):
@@ -580,20 +620,51 @@ class MessagesTest(parameterized.TestCase):
       texts.append(messages.read({'messages': [message]}).conversation[0]['content'])
     self.assertEqual(texts, ['Error: no disk', 'Error: no disk', 'Error: '])
 
-  def test_thinking_of_earlier_turns_is_ignored(self):
-    thinking = [
-        {'type': 'thinking', 'thinking': 'Hm.', 'signature': 'x'},
-        {'type': 'redacted_thinking', 'data': 'x'},
-    ]
+  def test_thinking_is_in_content_of_its_turn(self):
+    redacted = {'type': 'redacted_thinking', 'data': 'x'}
+    thinking = [{'type': 'thinking', 'thinking': 'Hm.', 'signature': 'x'}, redacted]
     call = {'type': 'tool_use', 'id': 'c1', 'name': 'search', 'input': {}}
     said = {'type': 'text', 'text': 'Wait.'}
 
     def read(*blocks):
       message = {'role': 'assistant', 'content': list(blocks)}
-      return messages.read({'messages': [message]}).conversation
+      return messages.read_to_count({'messages': [message]}).conversation
 
-    self.assertEqual(read(*thinking, said, call), read(said, call))
-    self.assertEqual(read(*thinking), read())
+    text = said | {'text': '<think>\nHm.\n</think>\n\nWait.'}
+    self.assertEqual(read(*thinking, said, call), read(text, call))
+    self.assertEqual(read(redacted, said), read(said))
+    self.assertEqual(read(redacted), read())
+
+  def test_requests_of_claude_code_are_accepted(self):
+    header = 'x-anthropic-billing-header: cc_version=2.1; cch=%s;'
+    edits = {'edits': [{'type': 'clear_thinking_20251015', 'keep': 'all'}]}
+    user = {'role': 'user', 'content': QUESTION}
+    reminder = {'role': 'system', 'content': [{'type': 'text', 'text': 'Be quick.'}]}
+
+    def read(system):
+      fields = {'model': 'claude-haiku-4-5', 'messages': [user, reminder], 'system': system}
+      return messages.read(fields | {'context_management': edits}).conversation
+
+    text = lambda content: {'type': 'text', 'text': content}
+    first = read([text(header % 'a1'), text('You are Claude Code.')])
+    self.assertEqual(first, read([text(header % 'b2'), text('You are Claude Code.')]))
+    self.assertEqual(first, read(header % 'c3' + '\nYou are Claude Code.'))
+    self.assertEqual([message['role'] for message in first], ['system', 'user', 'system'])
+    self.assertEqual(first[0]['content'], 'You are Claude Code.')
+    self.assertEqual(requests.head(self.server.url, timeout=60).status_code, 200)
+    fields = {'model': 'claude-opus-4-6', 'messages': [user], 'max_tokens': 1}
+    answer = post(self.server, fields, '/v1/messages?beta=true')
+    self.assertEqual(answer.json()['model'], 'tiny')
+    name = self.server.app.service.open_session(jax.random.key(0), sessions.Sampling()).name
+    for path, status in (
+        ('/v1/models/tiny', 200),
+        ('/v1/models/claude', 404),
+        (f'/s/{name}/v1/models/claude-haiku-4-5', 200),
+        (f'/s/{name}', 200),
+        ('/s/unknown', 404),
+    ):
+      self.assertEqual(requests.get(self.server.url + path, timeout=60).status_code, status, path)
+    self.server.app.service.end_session(name)
 
   def test_stream_has_events_in_order(self):
     asked = {**ASKED, 'temperature': 0, 'stream': True}
@@ -626,7 +697,12 @@ class MessagesTest(parameterized.TestCase):
       ({'tools': [{'type': 'web_search_20250305', 'name': 'w'}]}, 400, 'invalid_request_error'),
       ({'output_config': {'format': {}}}, 400, 'invalid_request_error'),
       ({'n': 2}, 400, 'invalid_request_error'),
-      ({'model': 'gpt-5'}, 404, 'not_found_error'),
+      (
+          {'context_management': {'edits': [{'type': 'clear_tool_uses'}]}},
+          400,
+          'invalid_request_error',
+      ),
+      ({'messages': [{'role': 'assistant', 'content': 'I'}]}, 400, 'invalid_request_error'),
   )
   def test_error_has_form_of_anthropic(self, fields, status, kind):
     answer = post(self.server, {**ASKED, **fields}, '/v1/messages')
@@ -743,8 +819,15 @@ class LimitsTest(parameterized.TestCase):
         server, {**ASKED, 'messages': [*ASKED['messages'], call(arguments)], 'tools': [SEARCH]}
     )
     with running(tool_form='tags') as server:
-      for arguments in ('cats', [1], 3):
-        self.assertEqual(ask(server, arguments).status_code, 200)
+      for arguments in ('cats', '[1]', [1], 3, True):
+        error = ask(server, arguments).json()['error']
+        self.assertIn('function.arguments: a JSON object is needed', error['message'])
+      counts = set()
+      for arguments in ('', ' ', 'null', None, '{}', {}):
+        answer = ask(server, arguments)
+        self.assertEqual(answer.status_code, 200, answer.text)
+        counts.add(answer.json()['usage']['prompt_tokens'])
+      self.assertLen(counts, 1)
       for depth in range(600, 1100, 100):
         self.assertIn(ask(server, '[' * depth + ']' * depth).status_code, (200, 400), depth)
 

@@ -70,6 +70,20 @@ class SessionTest(absltest.TestCase):
     self.assertEqual([turn.reward for turn in first.turns], [0.5, 2.0 + 1.0 + 4.0 + 8.0])
     self.assertEqual([row.score for row in self.episodes()], [0.5 + 2 + 1, 4 + 1, 8 + 1])
 
+  def test_rows_beyond_limit_are_not_recorded(self):
+    limit = sessions.Recording(max_rows=2)
+    self.session = sessions.Session(
+        IDS_ONLY, jax.random.key(0), sessions.Sampling(), recording=limit
+    )
+    numbers = [self.turn([i], [9]) for i in range(4)]
+    self.assertEqual(numbers, [1, 2, None, None])
+    self.assertEqual(self.turn([0, 9, 5], [8, 8]), 3)  # recorded rows continue
+    self.assertLen(self.episodes(), 2)
+    self.turn([7], [8, 8, 8])
+    self.assertEqual(self.session.last_text, 'xxx')  # of the last answer, for its score
+    counts = {'unrecorded': 3, 'conversations': 2, 'rewritten': 0, 'branched': 0}
+    self.assertEqual(self.session.counts, self.session.counts | counts)
+
   def test_cut_turn_counts_in_its_row(self):
     plan = self.session.plan_prompt([1, 2])
     self.session.record(plan, [3, 4], [-0.5, -0.5], [], was_cut=True)

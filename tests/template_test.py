@@ -36,8 +36,9 @@ class TemplateTest(parameterized.TestCase):
     cls.template = template_lib.Template(cls.tokenizer, 1000)
     cls.end = cls.tokenizer.eos_ids[0]
 
-  def session(self, template=None):
-    return sessions.Session(template or self.template, jax.random.key(0), sessions.Sampling())
+  def session(self, template=None, **kwargs):
+    template = template or self.template
+    return sessions.Session(template, jax.random.key(0), sessions.Sampling(), **kwargs)
 
   @parameterized.parameters(([USER],), ([USER, SAID, RESULT],), ([RESULT, USER, USER],))
   def test_ids_equal_rendered_text(self, messages):
@@ -180,6 +181,127 @@ class TemplateTest(parameterized.TestCase):
     self.assertNotEqual(first.key.tolist(), second.key.tolist())
     self.assertEqual(session.counts['branched'], 1)
 
+  def test_text_after_turn_is_observation(self):
+    """As smolagents' "Calling tools:", which the client appends to the turn."""
+    said = {'role': 'assistant', 'content': SAID['content'] + '\nCalling tools: x'}
+    turn = self.tokenizer.encode(SAID['content'])
+    rendered = self.template.encode([USER, said, RESULT])
+    for sampled in (turn, [*turn, self.end]):
+      session = self.session()
+      session.record(session.plan([USER]), sampled, [-1.0] * len(sampled), [SAID])
+      plan = session.plan([USER, said, RESULT])
+      known = [*self.template.encode([USER]), *sampled]
+      self.assertEqual(plan.ids[: len(known)], known)
+      more = self.tokenizer.decode(plan.ids[len(known) :])
+      if sampled == turn:  # it had no end, and the template's comes after the text
+        self.assertEqual(self.tokenizer.decode(rendered), self.tokenizer.decode(plan.ids))
+      else:
+        self.assertStartsWith(more, '\n<|im_start|>assistant\nCalling tools: x<|im_end|>\n')
+      session.record(plan, [5], [-1.0], [{'role': 'assistant', 'content': 'x'}])
+      again = session.plan([USER, said, RESULT, {'role': 'assistant', 'content': 'x'}, RESULT])
+      self.assertEqual(again.ids[: len(plan.ids) + 1], [*plan.ids, 5])
+      other = {**said, 'content': said['content'] + ' y'}  # another text after the same turn
+      branch = session.plan([USER, other, RESULT])
+      self.assertEqual(branch.ids[: len(known)], known)
+      self.assertEmpty(branch.segment.turns)
+      self.assertEqual(session.counts['branched'], 1)
+      self.assertEqual(session.counts['rewritten'], 0)
+
+  @parameterized.parameters(True, False)
+  def test_thoughts_stay_or_start_row(self, keeps):
+    session = self.session(recording=sessions.Recording(keeps_thoughts=keeps))
+    bare = {'role': 'assistant', 'content': 'Paris'}
+    thought = {'role': 'assistant', 'content': '<think>\nHm\n</think>\n\nParis'}
+    sampled = self.tokenizer.encode(thought['content'])
+    session.record(session.plan([USER]), sampled, [-1.0] * len(sampled), [thought])
+    history = [USER, bare, RESULT]
+    for number in range(2):  # the history holds the same turn in each request
+      plan = session.plan(history)
+      session.record(plan, [5 + number], [-1.0], [{'role': 'assistant', 'content': str(number)}])
+      history += [{'role': 'assistant', 'content': str(number)}, RESULT]
+    rows = session.episodes(None, 0)
+    if keeps:
+      self.assertEqual([len(row.turns) for row in rows], [3])
+      self.assertEqual(rows[0].turns[0].tokens.tolist(), sampled)
+    else:
+      self.assertEqual([len(row.turns) for row in rows], [2, 1])
+      self.assertEqual(rows[0].prompt.tolist(), self.template.encode([USER, bare, RESULT]))
+      self.assertIn("'<think>", session.difference)
+    self.assertEqual(session.counts['thoughts_kept'], keeps)
+    self.assertEqual(session.counts['rewritten'], not keeps)
+
+  def test_branch_accepts_changed_turn(self):
+    """A branch has the turns of its row, not the texts with which it was asked."""
+    session = self.session()
+    thought = {'role': 'assistant', 'content': '<think>Hm</think>Paris'}
+    bare = {'role': 'assistant', 'content': 'Paris'}
+    sampled = self.tokenizer.encode(thought['content'])
+    session.record(session.plan([USER]), sampled, [-1.0] * len(sampled), [thought])
+    for number in range(2):
+      answer = {'role': 'assistant', 'content': str(number)}
+      session.record(session.plan([USER, bare, RESULT]), [5 + number], [-1.0], [answer])
+    plan = session.plan([USER, thought, RESULT, {'role': 'assistant', 'content': '1'}, RESULT])
+    self.assertLen(plan.segment.turns, 1)
+    self.assertEqual(plan.segment.turns[0].tokens.tolist(), [6])
+    self.assertEqual(session.counts['branched'], 1)
+    self.assertEqual(session.counts['thoughts_kept'], 1)
+
+  def test_conversation_branch_and_rewriting_differ(self):
+    session = self.session()
+    system = {'role': 'system', 'content': 'Be brief.'}
+    answer = {'role': 'assistant', 'content': 'x'}
+
+    def ask(*messages):
+      before = dict(session.counts)
+      session.record(session.plan(messages), [5], [-1.0], [answer])
+      return [name for name in session.counts if session.counts[name] > before[name]]
+
+    self.assertEqual(ask(system, USER), ['conversations'])
+    self.assertEqual(ask(system, USER, answer, RESULT), [])
+    self.assertEqual(ask(system, {**USER, 'content': 'Sum up.'}), ['conversations'])  # a sub-agent
+    self.assertEqual(ask({**USER, 'content': 'Summary: x.'}), ['conversations'])
+    examples = [USER, {**SAID, 'content': 'Lima'}, {**USER, 'content': 'And now?'}]
+    self.assertEqual(ask(*examples), ['conversations'])  # a turn that nobody sampled
+    self.assertEqual(ask(system, USER, answer, {**RESULT, 'content': 'Lima'}), ['branched'])
+    cut = {**RESULT, 'content': '[omitted]'}
+    self.assertEqual(ask(system, USER, answer, cut, answer, RESULT), ['rewritten'])
+    self.assertEqual(ask(system, USER), ['branched'])  # another sample
+    self.assertEqual(ask(system, USER, SAID, RESULT), ['rewritten'])
+    self.assertEqual(ask({**system, 'content': 'Now: 3 pm.'}, USER, answer, RESULT), ['rewritten'])
+    self.assertEqual(
+        session.difference, "in message 4 'Paris is the capital.' came back as '[omitted]'"
+    )
+    rows = session.episodes(None, 0)
+    kinds = ('conversations', 'branched', 'rewritten')
+    self.assertLen(rows, int(sum(session.counts[kind] for kind in kinds)))
+
+  def test_text_continues_after_stop_string_in_token(self):
+    """The client has not seen the end of the token, and writes the stop string itself."""
+    stop = '</search>'
+    sampled = [*self.tokenizer.encode(' France'), *self.tokenizer.encode('</search>\n')]
+    tail = '\n'
+    for written in ('', '\n', '\n\nSo'):
+      session = self.session()
+      plan = session.plan_prompt('capital of')
+      text = ' France' + stop
+      session.record(plan, sampled, [-1.0] * len(sampled), [], text=text)
+      again = session.plan_prompt('capital of' + text + written)
+      more = self.tokenizer.encode(written.removeprefix(tail))
+      self.assertEqual(again.ids, [*plan.ids, *sampled, *more])
+      self.assertIs(again.segment, plan.segment)
+      other = session.plan_prompt('capital of Peru')
+      self.assertEmpty(other.segment.turns)
+      self.assertEqual(session.counts['rewritten'], 1)
+
+  def test_same_prompt_after_empty_turn_is_another_sample(self):
+    session = self.session()
+    plan = session.plan_prompt('capital of')
+    session.record(plan, [self.end], [-1.0], [], text='')
+    again = session.plan_prompt('capital of')
+    self.assertEqual(again.ids, plan.ids)
+    self.assertEmpty(again.segment.turns)
+    self.assertEqual(session.counts['branched'], 1)
+
   def test_plain_prompts_continue_by_text_or_ids(self):
     session = self.session()
     plan = session.plan_prompt('capital of')
@@ -191,7 +313,8 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(session.plan_prompt([*known, 7]).ids, [*known, 7])
     self.assertEqual(session.counts['rewritten'], 0)
     session.plan_prompt('another')
-    self.assertEqual(session.counts['rewritten'], 1)
+    self.assertEqual(session.counts['rewritten'], 0)
+    self.assertEqual(session.counts['conversations'], 2)
 
   def test_control_tokens_of_a_prompt_are_tokens(self):
     """A client that renders its own chat template sends them as text."""

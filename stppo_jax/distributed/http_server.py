@@ -105,6 +105,7 @@ class HttpApp:
         'From the header of a request to the end of its answer.',
         registry=self.registry,
     )
+    self._routes = _describe(routes)
     self._router = routing.Router(
         [
             *routes,
@@ -143,7 +144,9 @@ class HttpApp:
     try:
       self._check_header(request)
       await self._router(scope, receive, send_checked)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+      if isinstance(error, asyncio.CancelledError) and not self.stopping:
+        raise
       rejection = self._to_http_error(error, scope['path'])
       if has_started:
         raise
@@ -214,10 +217,16 @@ class HttpApp:
       raise RequestError(400, 'the body must be a JSON object')
     return fields
 
-  def _to_http_error(self, error: Exception, path: str) -> exceptions.HTTPException:
+  def _to_http_error(self, error: BaseException, path: str) -> exceptions.HTTPException:
     """Returns the answer to a failed request."""
-    if isinstance(error, exceptions.HTTPException):
+    if isinstance(error, RequestError):
       return error
+    if isinstance(error, exceptions.HTTPException):
+      if error.status_code == 404:
+        return RequestError(404, f'there is no such route: use {self._routes}')
+      return error
+    if isinstance(error, asyncio.CancelledError):
+      return RequestError(503, 'the server has stopped before the request ended')
     for kind, status in self.statuses.items():
       if isinstance(error, kind):
         return RequestError(status, str(error))
@@ -233,7 +242,7 @@ class HttpApp:
       message = f'{where}: {message}'
     if first['type'] == 'extra_forbidden':
       message = f'{where} is not supported: leave it out'
-    elif isinstance(first['input'], (str, int, float)):
+    elif isinstance(first['input'], (str, int, float)) and first['input'] != '':
       message += f', got {str(first["input"])[:_SHOWN]!r}'
     return RequestError(400, message, param=where.partition('.')[0] or None)
 
@@ -244,6 +253,16 @@ class HttpApp:
   async def _answer_metrics(self, request) -> responses.Response:
     text = prometheus_client.generate_latest(self.registry)
     return responses.Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+def _describe(routes: Sequence[routing.Route]) -> str:
+  """Returns the routes as a text, without those of a session and those that answer anybody."""
+  shown = []
+  for route in routes:
+    if route.path != '/' and not route.path.startswith('/s/'):
+      methods = sorted((route.methods or set()) - {'HEAD'})
+      shown.append(f'{"|".join(methods)} {route.path}')
+  return ', '.join(shown)
 
 
 async def _cancel_on_disconnect(

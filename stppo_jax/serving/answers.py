@@ -62,6 +62,7 @@ class TurnText:
   full: str = ''  # with the stop string
   shown: str = ''  # the part that a client may see
   stop: str | None = None  # the stop string that comes first
+  through_stop: str | None = None  # the text up to its end
   pieces: list[bytes] = dataclasses.field(default_factory=list)  # the text of each token
   starts: list[int] = dataclasses.field(default_factory=list)  # place of each token in `full`
 
@@ -98,6 +99,7 @@ class TurnText:
         places.append((place, stop))
     if places:
       end, self.stop = min(places)
+      self.through_stop = self.full[: end + len(self.stop)]
     if self.keeps_stop:
       return self.full
     if places:
@@ -225,7 +227,13 @@ class Answer:
       was_cut = chunk.finish == 'length'
       with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
         chunk.turn = self.session.record(
-            choice.plan, choice.tokens, choice.logp, forms, was_cut, action
+            choice.plan,
+            choice.tokens,
+            choice.logp,
+            forms,
+            was_cut,
+            action,
+            choice.text.through_stop or choice.text.full,
         )
 
   def _parse(self, form: tool_calls.Form, choice: Choice) -> tool_calls.Parsed:

@@ -3,11 +3,14 @@
 A field that is not supported and would change an answer is an error, never ignored.
 """
 
+import collections
 from collections.abc import AsyncGenerator
 from collections.abc import Iterable
-import contextlib
+from collections.abc import Iterator
+import dataclasses
 import itertools
 import json
+import re
 import time
 from typing import Annotated
 from typing import Any
@@ -24,6 +27,7 @@ from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import answers
+from stppo_jax.serving import turns
 
 MAX_CHOICES = 16  # per prompt
 MAX_PROMPTS = 256
@@ -35,9 +39,33 @@ _MAX_TOKEN = 2**31 - 1
 # Fields that change no answer.
 _IGNORED = frozenset(
     'user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention '
-    'request_id priority cache_salt spaces_between_special_tokens cache_control speed'.split()
+    'request_id priority cache_salt spaces_between_special_tokens cache_control speed '
+    # The model thinks and writes as it was trained to.
+    'reasoning_effort verbosity thinking'.split()
 )
 _NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
+# Fields of which other values change no answer. `False` would change one of the first two.
+_NEUTRAL_OF: dict[str, tuple[Any, ...]] = {
+    'skip_special_tokens': (True,),
+    'detokenize': (True,),
+    'add_special_tokens': (True, False),
+    'add_generation_prompt': (True,),
+    'include_reasoning': (True,),
+    'modalities': (['text'], []),
+    'length_penalty': (1,),
+    'repetition_penalty': (1,),
+    'best_of': (1,),
+}
+# Where clients put a thought that the turn's text had between <think> and </think>.
+THOUGHT_FIELDS = (
+    'reasoning_content',
+    'reasoning',
+    'thinking',
+    'reasoning_text',
+    'reasoning_details',
+    'thinking_blocks',
+)
+_BILLING = re.compile(r'x-anthropic-billing-header:[^\n]*\n?')  # changes with every request
 _ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 
 
@@ -58,11 +86,52 @@ def listed_parts(value: Any) -> Any:
 
 
 def _parse_arguments(value: Any) -> Any:
-  """Returns the arguments of a call as an object. A text that is not JSON stays a text."""
+  """Returns the arguments of a call as an object. No text and null are an empty object."""
   if isinstance(value, str):
-    with contextlib.suppress(ValueError, RecursionError):
-      return json.loads(value)
+    try:
+      value = json.loads(value.strip() or 'null')
+    except (ValueError, RecursionError):
+      raise ValueError('a JSON object is needed') from None
+  if value is None:
+    return {}
+  if not isinstance(value, dict):
+    raise ValueError('a JSON object is needed')
   return value
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+  """Returns whether an unknown field changes no answer."""
+  return name in _IGNORED or value in _NEUTRAL_OF.get(name, _NEUTRAL)
+
+
+def _check_stop(value: Any) -> Any:
+  if value == '':
+    raise ValueError('an empty text ends no answer: leave it out')
+  return value
+
+
+def _check_messages(value: Any) -> Any:
+  if value == []:
+    raise ValueError('send at least one message')
+  return value
+
+
+def _check_prompt(value: Any) -> Any:
+  if value in ('', []):
+    raise ValueError('the prompt is empty: send a text, or at least one token id')
+  return value
+
+
+def _read_thought(value: Any) -> str:
+  """Returns the text of a thought: a text, or a list of blocks that hold texts."""
+  if isinstance(value, str):
+    return value
+  blocks = value if isinstance(value, list) else [value]
+  texts = []
+  for block in blocks:
+    if isinstance(block, dict):
+      texts += [block[name] for name in ('thinking', 'text') if isinstance(block.get(name), str)]
+  return ''.join(texts)
 
 
 def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
@@ -93,7 +162,7 @@ class CalledFunction(Part):
   """The function of a call, with its arguments as an object."""
 
   name: str
-  arguments: Annotated[Any, pydantic.BeforeValidator(_parse_arguments)] = {}
+  arguments: Annotated[dict[str, Any], pydantic.BeforeValidator(_parse_arguments)] = {}
 
 
 class ToolCall(Part):
@@ -127,6 +196,11 @@ def join(parts: Iterable[WithText]) -> str:
   return ''.join(part.text for part in parts)
 
 
+def join_system(parts: Iterable[TextPart]) -> str:
+  """Returns the text of a system prompt, without Claude Code's line about its billing."""
+  return ''.join(_BILLING.sub('', part.text, count=1) for part in parts)
+
+
 class Message(Part):
   """A message, whose content is a text."""
 
@@ -135,11 +209,25 @@ class Message(Part):
   tool_calls: list[ToolCall] = []
   tool_call_id: str | None = None
   name: str | None = None
+  thought: http_server.Text = ''  # of the assistant, from any of THOUGHT_FIELDS
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _find_thought(cls, fields: Any) -> Any:
+    """Reads the thought from the first field that has one. They hold the same thought."""
+    if not isinstance(fields, dict):
+      return fields
+    thoughts = [_read_thought(fields[name]) for name in THOUGHT_FIELDS if fields.get(name)]
+    return fields | {'thought': next(filter(None, thoughts), '')}
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the message for a chat template."""
-    message = self.model_dump(exclude_none=True)
+    """Returns the message for a chat template. A thought is in the content of its turn."""
+    message = self.model_dump(exclude_none=True, exclude={'thought'})
     message['content'] = join(self.content)
+    if self.role == 'assistant':
+      message['content'] = turns.join_thought(self.thought, message['content'])
+    if self.role == 'system':
+      message['content'] = join_system(self.content)
     if self.role == 'developer':
       message['role'] = 'system'
     if self.role != 'assistant' or not self.tool_calls:
@@ -163,13 +251,22 @@ class ToolSchema(Part):
 
 TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
 TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
+Messages = Annotated[
+    list[Message],
+    pydantic.Field(max_length=MAX_MESSAGES),
+    pydantic.BeforeValidator(_check_messages),
+]
 Prompt = Annotated[
     Annotated[http_server.Text, pydantic.Tag('text')]
     | Annotated[list[TokenId], pydantic.Tag('list')],
     pydantic.Discriminator(_kind),
-    pydantic.Field(min_length=1),
+    pydantic.BeforeValidator(_check_prompt),
 ]
-Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    http_server.Text,
+    pydantic.Field(max_length=MAX_STOP_CHARS),
+    pydantic.BeforeValidator(_check_stop),
+]
 Stops = Annotated[list[Stop], pydantic.Field(max_length=MAX_STOPS)]
 
 
@@ -189,8 +286,7 @@ class ClientBody(http_server.Body):
     return {
         name: value
         for name, value in fields.items()
-        if value is not None
-        and (name in cls.model_fields or (name not in _IGNORED and value not in _NEUTRAL))
+        if value is not None and (name in cls.model_fields or not _is_neutral(name, value))
     }
 
 
@@ -208,11 +304,7 @@ class CompletionBody(ClientBody):
   stop_token_ids: list[TokenId] = []  # some of the tokenizer's eos ids, which end answers anyway
   ignore_eos: bool = False  # only max_tokens and stop end the answer
   chat_template_kwargs: dict[str, Any] = {}
-  # The values that change nothing.
-  prompt_logprobs: None = None
-  best_of: Literal[1] = 1
-  repetition_penalty: float = pydantic.Field(1.0, ge=1, le=1)
-  add_generation_prompt: Literal[True] = True
+  prompt_logprobs: None = None  # the only value: 0 would ask for those of the prompt
 
   @property
   def most_tokens(self) -> int | None:
@@ -317,7 +409,7 @@ class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
   PROMPT_FIELD = 'messages'
-  messages: list[Message] = pydantic.Field(min_length=1, max_length=MAX_MESSAGES)
+  messages: Messages
   tools: list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
       [], max_length=MAX_TOOLS
   )
@@ -338,7 +430,13 @@ class ChatBody(CompletionBody):
 
   @property
   def offered_tools(self) -> list[Any]:
-    return [] if self.tool_choice == 'none' else self.tools
+    """The tools as the client sent them. The prompt shows them in any case, as in vLLM."""
+    return self.tools
+
+  @property
+  def may_call(self) -> bool:
+    """Whether the text is parsed for calls."""
+    return len(self.tools) > 0 and self.tool_choice != 'none'
 
   @property
   def forced_functions(self) -> list[Any]:
@@ -417,12 +515,17 @@ class TextWriter:
     """Yields the answer's server-sent events."""
     try:
       async for chunk in self._answer.chunks():
-        yield _event(self._head | {'choices': [self._choice(chunk)]})
+        for part in self._parts(chunk):
+          yield _event(self._head | {'choices': [self._choice(part)]})
       if self._body.stream_options.get('include_usage'):
         yield _event(self._head | {'choices': [], 'usage': self._answer.usage()})
       yield 'data: [DONE]\n\n'
     except http_server.RequestError as error:  # the status is sent already
       yield _event(error_body(error))
+
+  def _parts(self, chunk: answers.Chunk) -> Iterator[answers.Chunk]:
+    """Yields the chunks as which a chunk is streamed."""
+    yield chunk
 
   def _choice(self, chunk: answers.Chunk) -> dict[str, Any]:
     """Returns a choice of a whole answer, or of a chunk."""
@@ -503,6 +606,7 @@ class ChatWriter(TextWriter):
   def __init__(self, model: str, body: ChatBody, answer: answers.Answer):
     super().__init__(model, body, answer)
     self._begun: set[int] = set()  # choices that have sent a chunk
+    self._num_calls: collections.Counter[int] = collections.Counter()  # sent, per choice
 
   async def whole(self) -> dict[str, Any]:
     """Returns a whole answer, whose choices have one chunk each."""
@@ -510,6 +614,16 @@ class ChatWriter(TextWriter):
     if self._body.return_token_ids:
       fields['prompt_token_ids'] = self._answer.prompts[0]
     return fields
+
+  def _parts(self, chunk: answers.Chunk) -> Iterator[answers.Chunk]:
+    """Yields the text, then each call, then the end. Clients read one of them per delta."""
+    if chunk.tokens:
+      yield dataclasses.replace(chunk, finish=None, calls=(), stop=None, turn=None)
+    empty = answers.Chunk(chunk.index, '', [], [], [], [], None)
+    for call in chunk.calls:
+      yield dataclasses.replace(empty, calls=(call,))
+    if chunk.finish is not None:
+      yield dataclasses.replace(empty, finish=chunk.finish, stop=chunk.stop, turn=chunk.turn)
 
   def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
     """Returns the chat's message, or the part of it that is in a chunk."""
@@ -524,7 +638,9 @@ class ChatWriter(TextWriter):
       calls = list(map(_call, chunk.calls))
       message['tool_calls'] = calls
       if is_streamed:
-        message['tool_calls'] = [{'index': i} | call for i, call in enumerate(calls)]
+        first = self._num_calls[chunk.index]
+        message['tool_calls'] = [{'index': i} | call for i, call in enumerate(calls, first)]
+        self._num_calls[chunk.index] += len(calls)
       else:
         message['content'] = chunk.text or None
     return {'delta' if is_streamed else 'message': message}

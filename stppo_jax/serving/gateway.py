@@ -22,6 +22,7 @@ from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import grammars
 from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.serving import sessions
 from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
@@ -89,6 +90,7 @@ def running(
       plain_logp=settings.logprobs_mode == 'raw_logprobs',
       grammars=scheduler.grammars,
       forces_in_sessions=settings.forced_choice == 'auto',
+      recording=sessions.Recording(settings.max_rows, settings.thoughts == 'keep'),
   )
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
   with scheduler, contextlib.closing(service):

@@ -64,24 +64,28 @@ class ToolResult(api.Part):
 
 
 class Thinking(api.Part):
-  """Thinking in an earlier message of the assistant.
+  """A thought in an earlier message of the assistant."""
 
-  This server sends no such block, so a model that is not served here has written it. The model does
-  not see it.
-  """
+  type: Literal['thinking']
+  thinking: http_server.Text = ''
 
-  type: Literal['thinking', 'redacted_thinking']
+
+class RedactedThinking(api.Part):
+  """A thought that only Anthropic can read. The model does not see it."""
+
+  type: Literal['redacted_thinking']
 
 
 _Block = Annotated[
-    api.TextPart | ToolUse | ToolResult | Thinking, pydantic.Field(discriminator='type')
+    api.TextPart | ToolUse | ToolResult | Thinking | RedactedThinking,
+    pydantic.Field(discriminator='type'),
 ]
 
 
 class BlockMessage(api.Part):
   """A message, whose content is a text or a list of blocks."""
 
-  role: Literal['user', 'assistant']
+  role: Literal['user', 'assistant', 'system']
   content: Annotated[list[_Block], pydantic.BeforeValidator(api.listed_parts)]
 
   def to_chat(self) -> Iterator[dict[str, Any]]:
@@ -89,9 +93,11 @@ class BlockMessage(api.Part):
     text = [block for block in self.content if isinstance(block, api.TextPart)]
     calls = [block.to_chat() for block in self.content if isinstance(block, ToolUse)]
     results = [block.to_chat() for block in self.content if isinstance(block, ToolResult)]
+    thoughts = [block.thinking for block in self.content if isinstance(block, Thinking)]
     yield from results
     if text or calls or self.role == 'assistant':
-      yield {'role': self.role, 'content': text, 'tool_calls': calls}
+      thought = '\n'.join(thoughts)
+      yield {'role': self.role, 'content': text, 'tool_calls': calls, 'thinking': thought}
 
 
 class BlockTool(api.Part):
@@ -138,26 +144,54 @@ class OutputConfig(api.Part):
   format: OutputFormat | None = None
 
 
-class MessagesBody(api.ClientBody):
-  """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing."""
+class ContextEdit(api.Part):
+  """An edit of the context. The server sends no blocks of thinking that it could remove."""
 
-  messages: list[BlockMessage] = pydantic.Field(min_length=1)
+  type: Annotated[str, pydantic.Field(pattern='^clear_thinking_')]
+
+
+class ContextManagement(api.Part):
+  """Edits that Anthropic makes in the context."""
+
+  edits: list[ContextEdit] = []
+
+
+def _check_messages(messages: list[BlockMessage]) -> list[BlockMessage]:
+  if not messages:
+    raise ValueError('send at least one message')
+  if messages[0].role == 'system':
+    raise ValueError('the first message is a system prompt: send it in the field system')
+  return messages
+
+
+class MessagesBody(api.ClientBody):
+  """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing.
+
+  Claude Code asks several models by name. The server has one, which answers them all.
+  """
+
+  messages: Annotated[
+      list[BlockMessage],
+      pydantic.Field(max_length=api.MAX_MESSAGES),
+      pydantic.AfterValidator(_check_messages),
+  ]
   system: api.TextParts = []
   stop_sequences: api.Stops = []
   tools: list[BlockTool] = []
   tool_choice: ToolChoice = ToolChoice()
   output_config: OutputConfig = OutputConfig()
   thinking: dict[str, Any] = {}  # changes nothing
+  context_management: ContextManagement = ContextManagement()
 
   def to_chat(self) -> api.ChatBody:
     """Returns the equal chat request."""
     messages: list[dict[str, Any]] = []
-    system = api.join(self.system)
+    system = api.join_system(self.system)
     if system:
       messages.append({'role': 'system', 'content': system})
     for message in self.messages:
       messages += message.to_chat()
-    fields = self.model_dump(include=set(api.ClientBody.model_fields))
+    fields = self.model_dump(include=set(api.ClientBody.model_fields) - {'model'})
     fields |= {
         'messages': messages,
         'stop': self.stop_sequences,
@@ -173,7 +207,19 @@ class MessagesBody(api.ClientBody):
 
 
 def read(fields: dict[str, Any]) -> api.ChatBody:
-  """Returns the chat request of a body. Raises pydantic.ValidationError."""
+  """Returns the chat request of a body. Raises pydantic.ValidationError and RequestError."""
+  body = MessagesBody.model_validate(fields)
+  if body.messages[-1].role == 'assistant':
+    raise http_server.RequestError(
+        400,
+        'messages: the last one is of the assistant, and a turn that a client has begun is not '
+        'continued: end with a message of the user',
+    )
+  return body.to_chat()
+
+
+def read_to_count(fields: dict[str, Any]) -> api.ChatBody:
+  """Returns the chat request of a body whose tokens are counted. Raises ValidationError."""
   return MessagesBody.model_validate(fields).to_chat()
 
 

@@ -56,6 +56,7 @@ class ProgramAgent(agent_lib.Agent):
   """Turns parameters and questions into episodes, which an agent program plays."""
 
   program: program_lib.Program = dataclasses.field(kw_only=True)
+  warnings: set[str] = dataclasses.field(default_factory=set, kw_only=True)  # logged so far
 
   def play(
       self,
@@ -95,6 +96,7 @@ class ProgramAgent(agent_lib.Agent):
         counts.decode_steps,
     )
     _check_any_ran(self.config.env.kind, runs, trains=groups is not None)
+    self._warn_of_rows(runs)
     rows: list[types.Episode] = []
     for number, run in enumerate(runs):
       if groups is None:
@@ -102,6 +104,31 @@ class ProgramAgent(agent_lib.Agent):
       else:
         rows += self._rows(run, groups[number], number, first_is_whole=False)
     return rows
+
+  def _warn_of_rows(self, runs: Sequence[_ProgramRun]) -> None:
+    """Logs once why episodes have many rows."""
+    counts = {name: sum(run.session.counts[name] for run in runs) for name in sessions.COUNTS}
+    kind = self.config.env.kind
+    if counts['unrecorded'] and 'unrecorded' not in self.warnings:
+      self.warnings.add('unrecorded')
+      logging.warning(
+          '%s: %d turns are not recorded, because their episodes have config.serve.max_rows=%d '
+          'rows',
+          kind,
+          counts['unrecorded'],
+          self.config.serve.max_rows,
+      )
+    num_turns = sum(run.session.num_turns for run in runs)
+    if 2 * counts['rewritten'] >= num_turns > 0 and 'rewritten' not in self.warnings:
+      self.warnings.add('rewritten')
+      logging.warning(
+          '%s: %d of %d turns start a row of their own, because the program rewrites its history. '
+          'The first difference: %s',
+          kind,
+          counts['rewritten'],
+          num_turns,
+          next(run.session.difference for run in runs if run.session.counts['rewritten']),
+      )
 
   def _run_programs(
       self,
@@ -188,7 +215,7 @@ class ProgramAgent(agent_lib.Agent):
     is_masked = has_crashed and self.config.serve.on_crash == 'mask'
     episodes = run.session.episodes(run.task, group, is_masked, first_is_whole)
     counts = run.session.counts
-    metrics = {name: counts[name] for name in ('rewritten', 'branched', 'too_long', 'forced')}
+    metrics = {name: counts[name] for name in sessions.COUNTS}
     metrics['segments'] = float(len(episodes))
     metrics['crashed'] = float(has_crashed)
     metrics['timed_out'] = float(run.timed_out)

@@ -97,7 +97,11 @@ class GatewayApp(http_server.HttpApp):
       self, service: service_lib.Service, limits: http_server.ServerLimits, api_key: str = ''
   ):
     """Without an `api_key` the server accepts any client."""
-    routes = [self.post('/s/{session}/reward', RewardBody.model_validate, self._reward)]
+    routes = [
+        routing.Route('/', self._greet),  # Claude Code sends HEAD before its first request
+        routing.Route('/s/{session}', self._greet),
+        self.post('/s/{session}/reward', RewardBody.model_validate, self._reward),
+    ]
     chat = functools.partial(self._complete, api.ChatWriter)
     text = functools.partial(self._complete, api.TextWriter)
     anthropic = functools.partial(self._complete, messages.MessagesWriter)
@@ -107,11 +111,12 @@ class GatewayApp(http_server.HttpApp):
     for prefix in ('/v1', '/s/{session}/v1'):
       routes += [
           routing.Route(f'{prefix}/models', self._models),
+          routing.Route(f'{prefix}/models/{{name:path}}', self._model),
           self.post(f'{prefix}/chat/completions', api.ChatBody.model_validate, chat),
           self.post(f'{prefix}/completions', api.TextBody.model_validate, text),
           self.post(f'{prefix}/responses', reader.read, stateless),
           self.post(f'{prefix}/messages', messages.read, anthropic),
-          self.post(f'{prefix}/messages/count_tokens', messages.read, self._count_tokens),
+          self.post(f'{prefix}/messages/count_tokens', messages.read_to_count, self._count_tokens),
       ]
     if service.scheduler.can_reload:
       routes += [
@@ -140,7 +145,7 @@ class GatewayApp(http_server.HttpApp):
 
   def check(self, request: requests.Request) -> None:
     path = request.scope['path']
-    session = re.match('/s/([^/]+)/', path)
+    session = re.match('/s/([^/]+)(?:/|$)', path)
     if session:  # the id of a session is a key, as long as the session is open
       self.service.session(session[1])
     elif self._api_key and path != '/health':
@@ -182,15 +187,26 @@ class GatewayApp(http_server.HttpApp):
     name = request.path_params.get('session')
     return self.service.session(name) if name else None
 
+  async def _greet(self, request: requests.Request) -> responses.Response:
+    return responses.JSONResponse(self.health())
+
   async def _models(self, request: requests.Request) -> responses.Response:
-    model = {
+    return responses.JSONResponse({'object': 'list', 'data': [self._model_fields()]})
+
+  async def _model(self, request: requests.Request) -> responses.Response:
+    """Answers for a name: in a session, where any name is accepted, or the model's own."""
+    name = request.path_params['name']
+    self.service.check_model(name, self._session(request))
+    return responses.JSONResponse(self._model_fields() | {'id': name})
+
+  def _model_fields(self) -> Json:
+    return {
         'id': self.service.name,
         'object': 'model',
         'created': 0,
         'owned_by': 'stppo-jax',
         'max_model_len': self.service.scheduler.max_total,
     }
-    return responses.JSONResponse({'object': 'list', 'data': [model]})
 
   async def _reward(self, request: requests.Request, body: RewardBody) -> Json:
     session = self.service.session(request.path_params['session'])

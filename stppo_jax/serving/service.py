@@ -47,6 +47,7 @@ class Service:
       plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
       grammars: grammars_lib.Grammars | None = None,  # those of the scheduler
       forces_in_sessions: bool = True,  # False: a forced choice is an error in a session
+      recording: sessions.Recording | None = None,
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
@@ -56,6 +57,7 @@ class Service:
     self._plain_logp = plain_logp
     self._grammars = grammars
     self._forces_in_sessions = forces_in_sessions
+    self._recording = recording or sessions.Recording()
     max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
     self.template = template_lib.Template(
         tokenizer, scheduler.max_total, self.tool_form, max_chars, scheduler.vocab_size
@@ -73,7 +75,7 @@ class Service:
   def open_session(self, key: jax.Array, sampling: sessions.Sampling) -> sessions.Session:
     """Starts a session, whose name nobody can guess."""
     name = secrets.token_hex(16)
-    session = sessions.Session(self.template, key, sampling, name)
+    session = sessions.Session(self.template, key, sampling, name, self._recording)
     self._sessions[name] = session
     return session
 
@@ -127,9 +129,7 @@ class Service:
     if not set(body.stop_token_ids) <= set(eos_ids):
       message = f'must be among the eos ids that end an answer anyway, {sorted(eos_ids)}'
       raise _invalid('stop_token_ids', message)
-    if session is None and body.model not in ('', self.name):
-      message = f'there is no model {body.model[:80]!r}, but {self.name!r}'
-      raise http_server.RequestError(404, message, 'model_not_found', 'model')
+    self.check_model(body.model, session)
     num_prompts = len(body.prompt) if isinstance(body, api.TextBody) else 1
     if session is not None and body.ignore_eos:
       raise _invalid('ignore_eos', 'is not supported in a session')
@@ -181,6 +181,12 @@ class Service:
       done = self.scheduler.control('score', part)
       scores += await asyncio.wrap_future(done)
     return scores
+
+  def check_model(self, name: str, session: sessions.Session | None) -> None:
+    """Raises RequestError for another model's name outside a session."""
+    if session is None and name not in ('', self.name):
+      message = f'there is no model {name[:80]!r}, but {self.name!r}'
+      raise http_server.RequestError(404, message, 'model_not_found', 'model')
 
   async def _encode_in_thread(
       self, body: Body, session: sessions.Session | None
@@ -262,7 +268,7 @@ class Service:
       _warn_of_ignored(body, limits)
     form = None
     call_stop: tuple[str, ...] = ()
-    if isinstance(body, api.ChatBody) and body.offered_tools:
+    if isinstance(body, api.ChatBody) and body.may_call:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings

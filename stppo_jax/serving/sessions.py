@@ -2,23 +2,25 @@
 
 A session is a list of segments. A segment is one row of training data: a prompt, then turns and
 what the client put between them. A request whose messages begin with a segment's continues it: its
-ids are those recorded, and only the new messages are encoded. One that begins with a part of a
-segment, or that rewrites the history, starts a new segment, which is counted.
+ids are those recorded, and only the new messages are encoded. `turns.match` says which message is a
+recorded turn. Any other request starts a new segment, which is counted by its kind:
 
   segment 1   prompt | turn 1 | tool result | turn 2 | tool result | turn 3
   segment 2   prompt, turn 1 and tool result as above    | turn 4            (branched)
-  segment 3   another prompt | turn 5                                        (rewritten)
+  segment 3   prompt | another text than turn 1 | tool result | turn 5       (rewritten)
+  segment 4   another prompt | turn 6                                        (a conversation)
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,10 +28,11 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.serving import template as template_lib
+from stppo_jax.serving import turns as turns_lib
 
 Message = template_lib.Message
-Identity = tuple[Any, ...]  # two messages with equal identities are the same
 _PLAIN = 'no chat'  # replaces the tools of a segment whose prompt is not a chat
+COUNTS = ('conversations', 'branched', 'rewritten', 'thoughts_kept', 'unrecorded', 'too_long')
 
 
 class Closed(Exception):
@@ -45,6 +48,32 @@ class Sampling:
   max_turn: int = 500  # tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class Recording:
+  """What a session records."""
+
+  max_rows: int = 16  # the turns of further segments are not recorded
+  keeps_thoughts: bool = True  # a turn that comes back without its thoughts is the recorded one
+
+
+@dataclasses.dataclass(eq=False)
+class RecordedTurn:
+  """A turn among the messages of a segment."""
+
+  forms: Sequence[turns_lib.ReadMessage]  # the messages with which a client may send it back
+  rest: str = ''  # the client's text after it, in the same message
+  thoughts_kept: bool = False  # the client has left out its thoughts, and the row has them
+
+
+class Prefix(NamedTuple):
+  """The recorded turns with which a conversation begins."""
+
+  num_turns: int = 0  # of the segment, without turns of its prompt
+  num_messages: int = 0  # that are equal
+  lacks_thoughts: Sequence[RecordedTurn] = ()  # turns that came back without their thoughts
+  rest: str = ''  # text after the last of the turns, in the same message
+
+
 @dataclasses.dataclass
 class Segment:
   """A row of training data, and the messages that it stands for."""
@@ -54,25 +83,68 @@ class Segment:
   number: int = 0  # position among the segments that were begun
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   ids: list[int] = dataclasses.field(default_factory=list)  # prompt, turns and observations
-  # Per message: each identity with which a client may send it back.
-  accepted: list[frozenset[Identity]] = dataclasses.field(default_factory=list)
+  messages: list[turns_lib.ReadMessage | RecordedTurn] = dataclasses.field(default_factory=list)
   # Per turn: the number of messages and the number of ids at its end.
   ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  # Without messages, per turn: the text that a client has sent and got, and the text of the turn's
+  # tokens after it, such as the end of a token in which a stop string ended.
+  texts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+  first_prompt: str | Sequence[int] = ''  # without messages
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
+
+  @property
+  def num_prompt_messages(self) -> int:
+    """Messages before its first turn. A branch has turns of another segment among them."""
+    return self.ends[0][0] - 1
 
   def is_free_after(self, num_turns: int) -> bool:
     """Whether a request can continue it after this number of turns."""
     return num_turns == len(self.turns) and not self.is_extended
 
-  def num_known_turns(self, identities: Sequence[Identity]) -> int:
-    """Returns the number of this segment's turns with which a conversation begins."""
-    num_equal = 0
-    for identity, accepted in zip(identities, self.accepted):
-      if identity not in accepted:
+  def prefix(self, messages: Sequence[turns_lib.ReadMessage], keeps_thoughts: bool) -> Prefix:
+    """Returns the turns of this segment with which a conversation begins."""
+    prefix = Prefix()
+    for message, known in zip(messages, self.messages):
+      if isinstance(known, RecordedTurn):
+        found = turns_lib.match(known.forms, message)
+        if found is None or (found.lacks_thoughts and not keeps_thoughts):
+          break
+        changed = [known] if found.lacks_thoughts else []
+        is_own = prefix.num_messages >= self.num_prompt_messages
+        prefix = Prefix(
+            prefix.num_turns + is_own,
+            prefix.num_messages + 1,
+            [*prefix.lacks_thoughts, *changed],
+            found.rest,
+        )
+        if found.rest != known.rest:
+          break
+      elif known.identity == message.identity:
+        prefix = prefix._replace(num_messages=prefix.num_messages + 1)
+      else:
         break
-      num_equal += 1
-    return sum(num_messages <= num_equal for num_messages, _ in self.ends)
+    return prefix
+
+  def messages_to(
+      self, num_messages: int, prefix: Prefix
+  ) -> list[turns_lib.ReadMessage | RecordedTurn]:
+    """Returns its messages up to a turn, for a segment that continues it or branches off."""
+    *before, last = self.messages[:num_messages]
+    assert isinstance(last, RecordedTurn)
+    return [*before, dataclasses.replace(last, rest=prefix.rest)]
+
+  def has_turn(self, message: turns_lib.ReadMessage) -> bool:
+    """Whether a message is a recorded turn with some content."""
+    turns = [known for known in self.messages if isinstance(known, RecordedTurn)]
+    has_content = bool(message.words or message.calls)
+    return has_content and any(turns_lib.match(turn.forms, message) for turn in turns)
+
+  def prefix_of_prompt(self, prompt: str | Sequence[int]) -> int:
+    """Returns the number of this segment's turns with which a prompt without messages begins."""
+    if isinstance(prompt, str):
+      return sum(prompt.startswith(text) for text, _ in self.texts)
+    return sum(prompt[:end] == self.ids[:end] for _, end in self.ends)
 
 
 @dataclasses.dataclass
@@ -82,28 +154,37 @@ class RequestPlan:
   ids: list[int]  # the whole prompt
   key: np.ndarray
   segment: Segment | None = None  # gets the turn; None: the request is outside a session
-  identities: Sequence[Identity] = ()  # one per message
+  messages: Sequence[turns_lib.ReadMessage | RecordedTurn] = ()
+  prompt: str | Sequence[int] = ''  # without messages
 
 
 class Session:
   """The recorded turns of one client. Safe to use from several threads."""
 
   def __init__(
-      self, template: template_lib.Template, key: jax.Array, sampling: Sampling, name: str = ''
+      self,
+      template: template_lib.Template,
+      key: jax.Array,
+      sampling: Sampling,
+      name: str = '',
+      recording: Recording = Recording(),
   ):
     self.sampling = sampling
     self.name = name
     self._template = template
     self._key = key
+    self._recording = recording
     self._lock = threading.Lock()
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
+    self._last_tokens: Sequence[int] = ()  # of the last turn, recorded or not
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
     self.has_reward = False  # the client has posted a reward, of whatever value
     self._metrics: dict[str, float] = {}
-    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long', 'forced'), 0.0)
+    self.counts = dict.fromkeys(COUNTS, 0.0)
+    self.difference = ''  # where the first rewritten history differs from what was recorded
 
   @property
   def num_turns(self) -> int:
@@ -113,9 +194,7 @@ class Session:
   @property
   def last_text(self) -> str:
     """The last turn as text."""
-    if not self._turns:
-      return ''
-    return self._template.tokenizer.decode(self._turns[-1].tokens)
+    return self._template.tokenizer.decode(self._last_tokens)
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
@@ -134,96 +213,165 @@ class Session:
 
     The recorded turns with which the conversation begins keep their ids.
     """
-    identities = [identify(message) for message in messages]
-    written = _json(tools)
+    read = list(map(turns_lib.ReadMessage, messages))
+    written = json.dumps(tools, sort_keys=True, ensure_ascii=False)
     with self._open():
-      num_known = []
+      prefixes = []
       for segment in self._segments:
-        has_tools = segment.tools == written
-        num_known.append(segment.num_known_turns(identities) if has_tools else 0)
-      best, num_turns = self._longest(num_known)
+        prefix = Prefix()
+        if segment.tools == written:
+          prefix = segment.prefix(read, self._recording.keeps_thoughts)
+        prefixes.append(prefix)
+      best, prefix = self._longest(self._segments, prefixes)
+      for turn in prefix.lacks_thoughts:
+        self.counts['thoughts_kept'] += not turn.thoughts_kept
+        turn.thoughts_kept = True
+      known: list[turns_lib.ReadMessage | RecordedTurn] = list(read)
       if best is None:
         ids = self._template.encode(messages, tools)
       else:
-        num_messages, num_ids = best.ends[num_turns - 1]
-        sampled = best.turns[num_turns - 1].tokens.tolist()
-        new = self._template.encode_after(sampled, messages[num_messages:], tools)
+        num_messages, num_ids = best.ends[prefix.num_turns - 1]
+        sampled = best.turns[prefix.num_turns - 1].tokens.tolist()
+        new = self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
         ids = best.ids[:num_ids] + new
-      return self._begin(ids, best, num_turns, identities, written)
+        known[:num_messages] = best.messages_to(num_messages, prefix)
+      self._template.check(ids)
+      if best is None or not best.is_free_after(prefix.num_turns):
+        if self._has_room:
+          self.counts[self._kind_of_chat(read, written, best, prefix)] += 1
+        best = None
+      return self._claim(ids, best, written, known)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
 
     Control tokens of a text are tokens. Raises Closed, and TooLong.
     """
-    read: Callable[[list[int]], Any] = list
     if isinstance(prompt, str):
-      read = self._template.shown
       prompt = self._template.without_bos(prompt)
     with self._open():
-      num_known = []
-      for segment in self._segments:
-        known = read(segment.ids)
-        begins = segment.tools == _PLAIN and prompt[: len(known)] == known
-        num_known.append(len(segment.turns) if begins else 0)
-      best, num_turns = self._longest(num_known)
+      plain = [segment for segment in self._segments if segment.tools == _PLAIN]
+      prefixes = [Prefix(segment.prefix_of_prompt(prompt)) for segment in plain]
+      best, prefix = self._longest(plain, prefixes)
       if best is None:
         ids = self._template.encode_prompt(prompt)
       else:
-        new = prompt[len(read(best.ids)) :]
-        ids = best.ids + self._template.encode_more(new)
-      return self._begin(ids, best, num_turns, [], _PLAIN)
+        ids = best.ids[: best.ends[prefix.num_turns - 1][1]]
+        if isinstance(prompt, str):
+          text, tail = best.texts[prefix.num_turns - 1]
+          rest = prompt[len(text) :]
+          is_written = len(os.path.commonprefix([rest, tail]))  # by the client, too
+          ids += self._template.encode_more(rest[is_written:])
+        else:
+          ids += self._template.encode_more(prompt[len(ids) :])
+      self._template.check(ids)
+      if best is None or not best.is_free_after(prefix.num_turns):
+        self.counts[self._kind_of_prompt(prompt, plain, best)] += self._has_room
+        best = None
+      return self._claim(ids, best, _PLAIN, (), prompt)
 
-  def _longest(self, num_known: Sequence[int]) -> tuple[Segment | None, int]:
-    """Returns the segment of which a request has most turns, and their number.
+  def _longest(
+      self, segments: Sequence[Segment], prefixes: Sequence[Prefix]
+  ) -> tuple[Segment | None, Prefix]:
+    """Returns the segment of which a request has most turns, and its prefix.
 
-    Of equal ones, a segment that ends there and is not being continued is preferred.
+    Of equal ones, a segment whose thoughts came back, that ends there and that is not being
+    continued is preferred.
     """
     best = None
-    rank = (0, False)
-    for segment, num_turns in zip(self._segments, num_known):
-      segment_rank = (num_turns, segment.is_free_after(num_turns))
-      if num_turns and segment_rank > rank:
+    longest = Prefix()
+    best_rank = (0, 0, False)
+    for segment, prefix in zip(segments, prefixes):
+      is_free = segment.is_free_after(prefix.num_turns)
+      rank = (prefix.num_turns, -len(prefix.lacks_thoughts), is_free)
+      if prefix.num_turns and (best is None or rank > best_rank):
         best = segment
-        rank = segment_rank
-    return best, rank[0]
+        longest = prefix
+        best_rank = rank
+    return best, longest
 
-  def _begin(
+  def _kind_of_chat(
       self,
-      ids: list[int],
-      segment: Segment | None,
-      num_turns: int,
-      identities: list[Identity],
+      messages: Sequence[turns_lib.ReadMessage],
       tools: str,
-  ) -> RequestPlan:
-    """Claims the end of a segment, or begins a new one and counts it. Raises TooLong."""
-    self._template.check(ids)
-    if segment is None:
-      self.counts['rewritten'] += bool(self._segments)
-    elif not segment.is_free_after(num_turns):
-      self.counts['branched'] += 1
-      segment = None
-    return self._claim(ids, segment, identities, tools)
+      best: Segment | None,
+      prefix: Prefix,
+  ) -> str:
+    """Returns the count of a conversation that continues no segment at its end.
+
+    It has a rewritten history if it holds a turn that is not recorded where it stands.
+    """
+    if best is not None:
+      num_messages, _ = best.ends[prefix.num_turns - 1]
+      if all(message.role != 'assistant' for message in messages[num_messages:]):
+        return 'branched'
+    places = [message for message in messages if message.role == 'assistant']
+    for segment in self._segments:
+      equal = segment.prefix(messages, keeps_thoughts=True).num_messages
+      is_prompt = equal == segment.num_prompt_messages and segment.tools != _PLAIN
+      if is_prompt and len(messages) == equal and segment.tools == tools:
+        return 'branched'  # another sample of the same prompt
+      has_turns = any(segment.has_turn(message) for message in places)
+      if has_turns or (is_prompt and messages[equal:] and messages[equal].role == 'assistant'):
+        self._show_difference(segment, messages)
+        return 'rewritten'
+    return 'conversations'
+
+  def _show_difference(self, segment: Segment, messages: Sequence[turns_lib.ReadMessage]) -> None:
+    """Sets `difference` for the first rewritten history."""
+    if self.difference:
+      return
+    place = segment.prefix(messages, self._recording.keeps_thoughts).num_messages
+    if place >= min(len(messages), len(segment.messages)):
+      self.difference = 'its tools have changed'
+      return
+    known = segment.messages[place]
+    if isinstance(known, RecordedTurn):
+      known = known.forms[-1]
+    difference = turns_lib.first_difference(known, messages[place])
+    self.difference = f'in message {place + 1} {difference}'
+
+  def _kind_of_prompt(
+      self, prompt: str | Sequence[int], segments: Sequence[Segment], best: Segment | None
+  ) -> str:
+    """Returns the count of a prompt without messages that continues no segment at its end."""
+    if best is not None:
+      return 'branched'
+    for segment in segments:
+      first = segment.first_prompt
+      if type(first) is type(prompt) and prompt[: len(first)] == first:
+        return 'branched' if len(prompt) == len(first) else 'rewritten'
+    return 'conversations'
+
+  @property
+  def _has_room(self) -> bool:
+    """Whether a segment that begins will be recorded."""
+    return len(self._segments) < self._recording.max_rows
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
     assert plan.segment is not None
     with self._lock:
-      self.counts['branched'] += bool(plan.segment.turns)
-      return self._claim(plan.ids, None, plan.identities, plan.segment.tools)
+      self.counts['branched'] += self._has_room
+      return self._claim(plan.ids, None, plan.segment.tools, plan.messages, plan.prompt)
 
   def _claim(
-      self, ids: list[int], segment: Segment | None, identities: Sequence[Identity], tools: str
+      self,
+      ids: list[int],
+      segment: Segment | None,
+      tools: str,
+      messages: Sequence[turns_lib.ReadMessage | RecordedTurn],
+      prompt: str | Sequence[int] = '',
   ) -> RequestPlan:
     """Returns the plan of a request that continues a segment, or begins one."""
     if segment is None:
-      segment = Segment(ids, tools, self._num_begun)
+      segment = Segment(ids, tools, self._num_begun, first_prompt=prompt)
       self._num_begun += 1
     segment.is_extended = True
     key = self._key
     if segment.number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, segment.number)
-    return RequestPlan(ids, np.asarray(jax.random.key_data(key)), segment, identities)
+    return RequestPlan(ids, np.asarray(jax.random.key_data(key)), segment, messages, prompt)
 
   def abandon(self, plan: RequestPlan) -> None:
     """Ends a request that gave no turn."""
@@ -239,30 +387,49 @@ class Session:
       answers: Sequence[Message],  # messages with which the client may send the turn back
       was_cut: bool = False,
       action: str = 'other',
-  ) -> int:
-    """Adds a turn; returns its number in the session, from 1."""
+      text: str | None = None,  # the turn up to its stop string; None: all of it
+  ) -> int | None:
+    """Adds a turn; returns its number in the session, from 1.
+
+    Returns None for a turn that is not recorded, because the session has too many rows.
+    """
     turn = types.Turn(
         tokens=np.array(tokens, np.int32), logp=np.array(logp, np.float32), action=action
     )
     with self._open():
       segment = plan.segment
       assert segment is not None
+      self._last_tokens = tokens
+      segment.is_extended = False
+      if not segment.turns and not self._has_room:
+        self.counts['unrecorded'] += 1
+        return None
       new = plan.ids[len(segment.ids) :]
       if segment.turns:
         segment.turns[-1].observation = np.array(new, np.int32)
       else:
         self._segments.append(segment)
-      more = plan.identities[len(segment.accepted) :]
-      segment.ids += new
-      segment.accepted += [frozenset([identity]) for identity in more]
-      segment.is_extended = False
       segment.turns.append(turn)
-      segment.ids += turn.tokens.tolist()
-      segment.accepted.append(frozenset(map(identify, answers)))
-      segment.ends.append((len(segment.accepted), len(segment.ids)))
+      segment.ids += new + turn.tokens.tolist()
+      forms = list(map(turns_lib.ReadMessage, answers))
+      segment.messages = [*plan.messages, RecordedTurn(forms)]
+      segment.ends.append((len(segment.messages), len(segment.ids)))
+      if segment.tools == _PLAIN:
+        segment.texts.append(self._text_after(plan.prompt, tokens, text))
       self._turns.append(turn)
       segment.num_cut += was_cut
       return len(self._turns)
+
+  def _text_after(
+      self, prompt: str | Sequence[int], tokens: Sequence[int], text: str | None
+  ) -> tuple[str, str]:
+    """Returns the text with which a client continues a prompt, and what the turn has after it."""
+    decode = self._template.tokenizer.decode
+    before = prompt if isinstance(prompt, str) else self._template.shown(prompt)
+    whole = decode(tokens)
+    if not text or not whole.startswith(text):  # of no text a client could say that it continues
+      text = whole
+    return before + text, whole[len(text) :]
 
   def reward(
       self, value: float, turn: int | None = None, metrics: Mapping[str, float] | None = None
@@ -329,17 +496,3 @@ class Session:
       if len(rows) == 1:
         rows[0].whole_score = rows[0].score  # exactly, however sums are rounded
       return rows
-
-
-def identify(message: Message) -> Identity:
-  """Returns a message's identity. White space around an agent's turn does not count."""
-  content = message['content']
-  if message['role'] == 'assistant':
-    content = content.strip()
-  functions = [call['function'] for call in message.get('tool_calls') or ()]
-  calls = tuple((function['name'], _json(function['arguments'])) for function in functions)
-  return message['role'], content, calls
-
-
-def _json(value: Any) -> str:
-  return json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -104,17 +104,26 @@ class Template:
     return self.without_bos(self.tokenizer.decode(ids))
 
   def encode_after(
-      self, turn: list[int], messages: Sequence[Message], tools: Sequence[Any] = ()
+      self,
+      turn: list[int],
+      messages: Sequence[Message],
+      tools: Sequence[Any] = (),
+      rest: str = '',  # the client's text after the turn, in the same message
   ) -> list[int]:
     """Returns the ids that follow a sampled `turn` when these messages come after it.
 
-    The template's end of a turn is left out if the turn has it. ValueError as in `encode`.
+    The template's end of a turn is left out if the turn has it. A `rest` after such an end is a
+    message of its own. ValueError as in `encode`.
     """
     if self.tokenizer.render is None:
       texts = [message['content'] for message in messages]
-      return self._encode_inline(''.join(texts))
+      return self._encode_inline(rest + ''.join(texts))
     question = {'role': 'user', 'content': 'Q'}
     probe = {'role': 'assistant', 'content': _PROBE}
+    if rest and turn[-1:] and turn[-1] in self.tokenizer.eos_ids:
+      messages = [{'role': 'assistant', 'content': rest.strip()}, *messages]
+    else:
+      probe['content'] += rest
     text = self._render([question, probe, *messages], tools)
     before, separator, after = text.rpartition(_PROBE)
     if not separator or _PROBE in before:
@@ -125,11 +134,9 @@ class Template:
   def check(self, ids: Sequence[int]) -> None:
     """Raises TooLong for a prompt that leaves no room, and ValueError for one that is no text."""
     if len(ids) >= self._max_tokens:
-      raise TooLong(
-          f'the prompt has {len(ids)} tokens, and with an answer at most {self._max_tokens} fit'
-      )
+      raise self._too_long(str(len(ids)))
     if not ids:
-      raise ValueError('the prompt holds no token')
+      raise ValueError('the prompt is empty: send a text, or at least one token id')
     if max(ids) >= self._vocab_size:
       raise ValueError(
           f'the prompt holds the id {max(ids)}, and the model has ids below {self._vocab_size}'
@@ -137,7 +144,15 @@ class Template:
 
   def _check_length(self, num_chars: int) -> None:
     if num_chars > self._max_chars:
-      raise TooLong(f'the prompt has {num_chars} characters, and {self._max_tokens} tokens fit')
+      least = -(-num_chars // tokenizer_lib.LONGEST_TOKEN)
+      raise self._too_long(f'at least {least}')
+
+  def _too_long(self, num_tokens: str) -> TooLong:
+    """Returns the error in OpenAI's words, which clients search for."""
+    return TooLong(
+        f"This model's maximum context length is {self._max_tokens} tokens. However, your messages "
+        f'resulted in {num_tokens} tokens. Please reduce the length of the messages.'
+    )
 
   def _with_calls(self, message: Message, tools: Sequence[Any]) -> Message:
     """Returns a message whose content has its calls, as the agent would have written them."""

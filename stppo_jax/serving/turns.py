@@ -1,0 +1,188 @@
+"""Recognizes a recorded turn in the message with which a client sends it back.
+
+Frameworks change a turn without changing its meaning: they move thoughts to a field of their own or
+drop them, trim white space, write arguments as another JSON text, leave out the text next to a
+call, or append a text. `match` compares such a message with the turn.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import re
+from typing import Any
+
+Message = Mapping[str, Any]
+
+_TAGS = re.compile('(</?think>)')
+_WORD = re.compile(r'\S+')
+_SHOWN_CHARS = 80  # of a difference
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+  """A message that is a recorded turn."""
+
+  rest: str = ''  # the client's text after the turn, in the same message
+  lacks_thoughts: bool = False  # the client has left out the thoughts of the turn
+
+
+class ReadMessage:
+  """A message, of which each view is computed once, when it is needed."""
+
+  def __init__(self, message: Message):
+    self.role: str = message['role']
+    self.content: str = message['content']
+    functions = [call['function'] for call in message.get('tool_calls') or ()]
+    self.calls = tuple((call['name'], _write(call['arguments'])) for call in functions)
+
+  @functools.cached_property
+  def identity(self) -> tuple[Any, ...]:
+    """Two messages with equal identities are the same. White space around a turn does not count."""
+    content = self.content.strip() if self.role == 'assistant' else self.content
+    return self.role, content, self.calls
+
+  @functools.cached_property
+  def _parts(self) -> tuple[tuple[str, ...], str]:
+    return split_thoughts(self.content)
+
+  @property
+  def thoughts(self) -> tuple[str, ...]:
+    """The thoughts, with single spaces."""
+    return self._parts[0]
+
+  @property
+  def text(self) -> str:
+    """The content without its thoughts."""
+    return self._parts[1]
+
+  @functools.cached_property
+  def words(self) -> list[str]:
+    """The text without white space."""
+    return self.text.split()
+
+  def __str__(self) -> str:
+    calls = [f'{name}({arguments})' for name, arguments in self.calls]
+    return ' '.join([self.content.strip(), *calls])
+
+
+def match(forms: Sequence[ReadMessage], message: ReadMessage) -> Match | None:
+  """Returns how a message equals one of the forms of a recorded turn; None: it is another message.
+
+  The forms are the messages that the client got, or could have made of its answer. The closest one
+  counts.
+  """
+  if message.role != 'assistant':
+    return None
+  matches = []
+  for form in forms:
+    found = _match_form(form, message)
+    if found is not None:
+      matches.append(found)
+  return min(matches, key=lambda found: (found.lacks_thoughts, len(found.rest)), default=None)
+
+
+def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
+  if message.calls != form.calls:
+    return None
+  lacks_thoughts = len(form.thoughts) > 0 and not message.thoughts
+  if message.thoughts != form.thoughts and not lacks_thoughts:
+    return None
+  if form.calls and not message.words:  # only the calls came back
+    return Match('', lacks_thoughts)
+  rest = _rest(form.words, message.text)
+  if rest is None:
+    return None
+  has_rest = not rest.isspace() and rest != ''
+  if has_rest and (form.calls or not form.words):
+    return None
+  return Match(rest if has_rest else '', lacks_thoughts)
+
+
+def _rest(words: Sequence[str], text: str) -> str | None:
+  """Returns the text after these words; None: it does not begin with them.
+
+  The last word may be followed by another character of its kind only where it is no letter or
+  digit, so that 'Par' is not the beginning of 'Paris'.
+  """
+  end = 0
+  found = _WORD.finditer(text)
+  for number, word in enumerate(words, start=1):
+    place = next(found, None)
+    if place is None or not place[0].startswith(word):
+      return None
+    end = place.start() + len(word)
+    is_cut = end < place.end()
+    if is_cut and number < len(words):
+      return None
+    if is_cut and word[-1].isalnum() and text[end].isalnum():
+      return None
+  return text[end:]
+
+
+def split_thoughts(text: str) -> tuple[tuple[str, ...], str]:
+  """Returns (thoughts with single spaces, the other text) of a turn, in linear time.
+
+  Empty thoughts are left out. A turn may begin inside a thought, whose tag the prompt had, and it
+  may end inside one.
+  """
+  thoughts = []
+  texts = []
+  inside = False
+  for part in _TAGS.split(text):
+    if part == '<think>':
+      inside = True
+    elif part == '</think>':
+      if not inside and not thoughts:
+        thoughts.append(''.join(texts))
+        texts.clear()
+      inside = False
+    elif inside:
+      thoughts.append(part)
+    else:
+      texts.append(part)
+  words = [' '.join(thought.split()) for thought in thoughts]
+  return tuple(filter(None, words)), ''.join(texts)
+
+
+def join_thought(thought: str, content: str) -> str:
+  """Returns the content of a turn whose thought is in a field of its own.
+
+  A thought without white space around it gets the line breaks with which Qwen3 writes it.
+  """
+  if not thought.strip() or '</think>' in content:
+    return content
+  if thought == thought.strip():
+    return f'<think>\n{thought}\n</think>\n\n{content}'
+  return f'<think>{thought}</think>{content}'
+
+
+def first_difference(recorded: ReadMessage, message: ReadMessage) -> str:
+  """Returns one line that shows where a message begins to differ from the recorded one."""
+  old = str(recorded)
+  new = str(message)
+  if recorded.role != message.role:
+    old = f'{recorded.role}: {old}'
+    new = f'{message.role}: {new}'
+  pairs = enumerate(zip(old, new))
+  start = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+  return f'{old[start:][:_SHOWN_CHARS]!r} came back as {new[start:][:_SHOWN_CHARS]!r}'
+
+
+def _write(value: Any) -> str:
+  """Returns the same text for values that are equal as JSON: 2 and 2.0, or a JavaScript number."""
+  return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _plain(item) for name, item in value.items()}
+  if isinstance(value, list):
+    return [_plain(item) for item in value]
+  if isinstance(value, (int, float)) and not isinstance(value, bool):
+    try:
+      return float(value) + 0.0  # -0.0 is 0.0
+    except OverflowError:  # no double holds it
+      return value
+  return value
