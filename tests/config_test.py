@@ -294,6 +294,7 @@ class TablesTest(absltest.TestCase):
         'eval.checkpoint': {'newest', 'best'},
         'serve.on_crash': {'mask', 'zero'},
         'serve.forced_choice': {'refuse', 'auto'},
+        'serve.thoughts': {'keep', 'client'},
         'serve.logprobs_mode': {'raw_logprobs', 'processed_logprobs'},
         'serve.tool_form': {tool_calls.AUTO, *tool_calls.FORMS},
         'rollout.allocation': {'even', 'dars_et', 'dars_hw'},

@@ -207,7 +207,7 @@ class ProgramAgentTest(parameterized.TestCase):
     longest, *others = sorted(by_task, key=lambda episode: -len(episode.turns))
     self.assertEqual([turn.reward for turn in longest.turns], [0, 2])
     self.assertCountEqual([[t.reward for t in e.turns] for e in others], [[2.5], [2]])
-    metrics = {'segments': 3, 'rewritten': 1, 'branched': 1, 'turns': 4, 'crashed': 0}
+    metrics = {'segments': 3, 'conversations': 2, 'branched': 1, 'turns': 4, 'crashed': 0}
     self.assertEqual(longest.metrics, longest.metrics | metrics)
     branch = next(e for e in others if e.turns[0].reward == 2)
     start = np.concatenate([longest.prompt, longest.turns[0].tokens, longest.turns[0].observation])
