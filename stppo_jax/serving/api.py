@@ -65,7 +65,7 @@ THOUGHT_FIELDS = (
     'reasoning_details',
     'thinking_blocks',
 )
-_BILLING = re.compile(r'x-anthropic-billing-header:[^\n]*\n?')  # changes with every request
+_BILLING = re.compile(r'\Ax-anthropic-billing-header:[^\n]*\n?')  # changes with every request
 _ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 
 
@@ -198,7 +198,7 @@ def join(parts: Iterable[WithText]) -> str:
 
 def join_system(parts: Iterable[TextPart]) -> str:
   """Returns the text of a system prompt, without Claude Code's line about its billing."""
-  return ''.join(_BILLING.sub('', part.text, count=1) for part in parts)
+  return ''.join(_BILLING.sub('', part.text) for part in parts)
 
 
 class Message(Part):
@@ -617,7 +617,7 @@ class ChatWriter(TextWriter):
 
   def _parts(self, chunk: answers.Chunk) -> Iterator[answers.Chunk]:
     """Yields the text, then each call, then the end. Clients read one of them per delta."""
-    if chunk.tokens:
+    if chunk.tokens or chunk.text:
       yield dataclasses.replace(chunk, finish=None, calls=(), stop=None, turn=None)
     empty = answers.Chunk(chunk.index, '', [], [], [], [], None)
     for call in chunk.calls:
