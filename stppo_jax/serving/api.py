@@ -209,7 +209,7 @@ class Message(Part):
   tool_calls: list[ToolCall] = []
   tool_call_id: str | None = None
   name: str | None = None
-  thought: http_server.Text = ''  # of the assistant, from any of THOUGHT_FIELDS
+  thought: http_server.Text = ''  # from one of THOUGHT_FIELDS
 
   @pydantic.model_validator(mode='before')
   @classmethod

@@ -68,8 +68,8 @@ class RecordedTurn:
 class Prefix(NamedTuple):
   """The recorded turns with which a conversation begins."""
 
-  num_turns: int = 0  # of the segment, without turns of its prompt
-  num_messages: int = 0  # that are equal
+  num_turns: int = 0  # without turns in the segment's prompt
+  num_messages: int = 0  # equal messages
   lacks_thoughts: Sequence[RecordedTurn] = ()  # turns that came back without their thoughts
   rest: str = ''  # text after the last of the turns, in the same message
 
@@ -177,7 +177,7 @@ class Session:
     self._lock = threading.Lock()
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
-    self._last_tokens: Sequence[int] = ()  # of the last turn, recorded or not
+    self._last_tokens: Sequence[int] = ()  # the last turn's, recorded or not
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
@@ -427,7 +427,7 @@ class Session:
     decode = self._template.tokenizer.decode
     before = prompt if isinstance(prompt, str) else self._template.shown(prompt)
     whole = decode(tokens)
-    if not text or not whole.startswith(text):  # of no text a client could say that it continues
+    if not text or not whole.startswith(text):  # no text: every prompt would continue it
       text = whole
     return before + text, whole[len(text) :]
 

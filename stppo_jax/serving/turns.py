@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 _TAGS = re.compile('(</?think>)')
 _WORD = re.compile(r'\S+')
-_SHOWN_CHARS = 80  # of a difference
+_SHOWN_CHARS = 80  # length of a difference
 
 
 @dataclasses.dataclass(frozen=True)
