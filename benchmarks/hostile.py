@@ -173,7 +173,7 @@ def _mutate(rng, body):
     parent, key = rng.choice(places)
     change = rng.choice(('junk', 'junk', 'remove', 'repeat', 'swap', 'add'))
     if change == 'junk':
-      parent[key] = rng.choice(_JUNK)
+      parent[key] = copy.deepcopy(rng.choice(_JUNK))
     elif change == 'remove':
       del parent[key]
     elif change == 'repeat' and isinstance(parent, list):
@@ -182,7 +182,7 @@ def _mutate(rng, body):
       other, other_key = rng.choice(places)
       parent[key] = copy.deepcopy(other[other_key])
     else:
-      body[rng.choice(_FIELDS)] = rng.choice(_JUNK)
+      body[rng.choice(_FIELDS)] = copy.deepcopy(rng.choice(_JUNK))
     if not body:
       break
   return body

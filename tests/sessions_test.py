@@ -20,7 +20,11 @@ from stppo_jax.types import Task
 WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids))
 # Prompts are ids.
 IDS_ONLY = types.SimpleNamespace(
-    tokenizer=WORDS, encode_prompt=list, encode_more=list, check=lambda ids: None
+    tokenizer=WORDS,
+    encode_prompt=list,
+    encode_more=list,
+    shown=WORDS.decode,
+    check=lambda ids: None,
 )
 
 
