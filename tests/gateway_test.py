@@ -152,7 +152,7 @@ def write(writer_class, body, *chunks):
     for chunk in chunks:
       yield chunk
 
-  answer = mock.Mock(chunks=stream)
+  answer = mock.Mock(chunks=stream, score=mock.AsyncMock(return_value=[]))
   return asyncio.run(writer_class('tiny', body, answer).whole())['choices']
 
 
@@ -490,7 +490,7 @@ class AnswersTest(parameterized.TestCase):
       ({'seed': 1.5}, 400, 'seed'),
       ({'tools': [{'type': 'function'}]}, 400, 'tools'),
       ({'tool_choice': 'required'}, 400, 'tool_choice'),
-      ({'top_logprobs': 3}, 400, 'top_logprobs'),
+      ({'top_logprobs': 6}, 400, 'top_logprobs'),
       ({'logit_bias': {'5': 1}}, 400, 'logit_bias'),
       ({'response_format': {'type': 'xml'}}, 400, 'response_format'),
       ({'repetition_penalty': 1.1}, 400, 'repetition_penalty'),
