@@ -39,6 +39,7 @@ from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
+from stppo_jax.types import without_surrogates
 
 if TYPE_CHECKING:
   import jax
@@ -89,7 +90,7 @@ class Components:
     source = self.source
     if data.source == 'embedded' and self.env.load_tasks:
       source = self.env.load_tasks
-    tasks = source(split)
+    tasks = [without_surrogates(task) for task in source(split)]
     known = sorted({task.dataset for task in tasks})
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
@@ -248,7 +249,7 @@ def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task
   """Returns a user's function of tasks with checks of what it returns."""
 
   def load_checked(split: str) -> list[Task]:
-    tasks = list(load(split))
+    tasks = [without_surrogates(task) for task in load(split)]
     if not tasks:
       raise UserError(f'config.data.source gives no task of the split {split!r}')
     seen: set[tuple[str, str]] = set()

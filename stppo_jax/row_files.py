@@ -136,11 +136,11 @@ def parsed(text: str) -> Any:
   if start not in ('[', '{'):
     return text
   try:
-    return json.loads(text)
+    return types.parse_json(text)
   except (ValueError, RecursionError):
     pass
   try:
-    value = ast.literal_eval(text.strip())
+    value = types.without_surrogates(ast.literal_eval(text.strip()))
   except (ValueError, SyntaxError, MemoryError, RecursionError):
     return text
   if not isinstance(value, (list, dict)):
@@ -222,7 +222,7 @@ def _is_object(line: bytes) -> bool:
 
 def _decode(text: bytes) -> Any:
   try:
-    return json.loads(text.decode('utf-8-sig'))
+    return types.parse_json(text.decode('utf-8-sig'))
   except (ValueError, RecursionError) as error:
     raise ValueError(f'not JSON in UTF-8 ({error})') from error
 

@@ -69,7 +69,7 @@ class Tokenizer:
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
     library = self.control_library if control else self.text_library
-    encoding = library.encode(valid(text), add_special_tokens=False)
+    encoding = library.encode(types.without_surrogates(text), add_special_tokens=False)
     return encoding.ids
 
   def begin(self, ids: list[int]) -> list[int]:
@@ -105,7 +105,7 @@ class Tokenizer:
 
     Each text between two of them is encoded as one.
     """
-    text = valid(text)
+    text = types.without_surrogates(text)
     encoding = self.control_library.encode(text, add_special_tokens=False)
     ids: list[int] = []
     end = 0
@@ -132,14 +132,15 @@ class Tokenizer:
 
     Inserts a space after the `<` of each tag, after normalisation, which can produce a `<`.
     """
-    text = valid(text)
+    text = types.without_surrogates(text)
     if self.passage_library.normalizer is not None:
       text = self.passage_library.normalizer.normalize_str(text)
     return self.encode_plain(_TAG.sub('< ', text))
 
   def encode_plain(self, text: str) -> list[int]:
     """Returns ids of a text, none of which is an added token."""
-    return self.passage_library.encode(valid(text), add_special_tokens=False).ids
+    text = types.without_surrogates(text)
+    return self.passage_library.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Ids) -> str:
     """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
@@ -448,11 +449,6 @@ def _without_added_tokens(definition: dict) -> str:
     model['vocab'] = {name: i for name, i in vocab.items() if name not in removed}
   changes = {'model': model, 'added_tokens': [], 'post_processor': None}
   return json.dumps(definition | changes)
-
-
-def valid(text: str) -> str:
-  """Replaces lone surrogates, which JSON can hold and UTF-8 cannot, by '?'."""
-  return text.encode('utf-8', 'replace').decode('utf-8')
 
 
 def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:

@@ -27,6 +27,7 @@ import difflib
 import json
 import math
 import os
+import re
 import types
 import typing
 from typing import Any
@@ -59,6 +60,40 @@ def read_json(path: str | os.PathLike[str], advice: str = 'replace it') -> dict[
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'{path} is not a JSON object ({error}): {advice}') from error
   return value
+
+
+def parse_json(text: str | bytes) -> Any:
+  """Returns the value of a JSON text without lone surrogates. Raises ValueError, RecursionError."""
+  if not isinstance(text, str):
+    text = text.decode(json.detect_encoding(text), 'surrogatepass')
+  value = json.loads(text)
+  return without_surrogates(value) if _SURROGATE.search(text) else value
+
+
+def without_surrogates(value: T) -> T:
+  """Replaces lone surrogates, which JSON can hold and UTF-8 cannot, by '?' in all texts of a value.
+
+  Values of JSON, tuples, tasks and passages are searched for texts.
+  """
+  clean: Any = value
+  if isinstance(value, str):
+    clean = value if value.isascii() else value.encode('utf-8', 'replace').decode('utf-8')
+  elif type(value) is dict:
+    clean = {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+  elif type(value) is list:
+    clean = list(map(without_surrogates, value))
+  elif type(value) is tuple:
+    clean = tuple(map(without_surrogates, value))
+  elif isinstance(value, (Passage, Task)):
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = {name: getattr(value, name) for name in names}
+    found = {name: without_surrogates(field) for name, field in fields.items()}
+    if found != fields:
+      clean = dataclasses.replace(value, **found)
+  return clean
+
+
+_SURROGATE = re.compile(r'\\u[dD][89a-fA-F]|[\ud800-\udfff]')  # also those of pairs
 
 
 class RunError(RuntimeError):

@@ -342,6 +342,17 @@ class ReaderTest(parameterized.TestCase):
     )
     self.assertEqual(texts.failed, bool(fields) and is_masked)  # texts have no log-probs
 
+  def test_id_of_padded_vocabulary_is_read(self):
+    tokenizer = tiny()
+    size = tokenizer.vocab_size
+    document = make(step('user', 'go'), by_ids('hi', tokenizer.encode('go'), [size, size + 4]))
+    read = lambda **options: atif_reader.AtifReader(tokenizer, **options).episodes(document, 'n')
+    (row,) = read(vocab_size=size + 5)
+    self.assertEqual(row.turns[0].tokens.tolist(), [size, size + 4])
+    for options, wrong in (({}, size), ({'vocab_size': size + 4}, size + 4)):
+      with self.assertRaisesRegex(UserError, f'has no id {wrong}, and '):
+        read(**options)
+
   def test_prompt_without_a_user_is_read(self):
     (row,) = atif_reader.AtifReader(tiny()).episodes(make(by_ids('hi', [70], [71])), 'n')
     self.assertEqual(parts([row]), [([70], [([71], [])])])

@@ -100,6 +100,17 @@ class StepAllTest(absltest.TestCase):
         with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):
           stepping.reset(env, 0)
 
+  def test_lone_surrogates_of_an_environment_are_replaced(self):
+    env = ForeignEnv()
+    info = {'action': 'a\ud800', 'tools': [{'name': 'f\ud800'}]}
+    clean = {'action': 'a?', 'tools': [{'name': 'f?'}]}
+    with mock.patch.object(env, 'step', return_value=('s\ud800', 1, False, False, info)):
+      self.assertEqual(stepping.step(env, 'a'), ('s?', 1, False, False, clean))
+    with mock.patch.object(env, 'reset', return_value=('q\ud800', info)):
+      self.assertEqual(stepping.reset(env, 0), ('q?', clean))
+    with mock.patch.object(env, 'step', side_effect=ValueError('no \ud800')):
+      self.assertIn('raised ValueError: no ? (', stepping.step(env, 'a')[-1]['environment_error'])
+
   def test_search_results_are_checked(self):
     for found in (None, [], [['text']], ['text'], [7], [[FOUND[0]], None, None]):
       retriever = FakeRetriever()

@@ -78,6 +78,26 @@ class LoadTasksTest(_FileTest):
     self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
     self.assertEqual((second.letter, second.answers), ('B', ('no',)))
 
+  def test_lone_surrogates_are_replaced_everywhere(self):
+    row = {
+        **_ROW,
+        'id': 'q\ud800',
+        'question': 'Where\udc00?',
+        'answers': ['P\ud83d', '\U0001f600'],
+    }
+    choice = {**_CHOICE, 'options': {'A': 'y\ud800', 'B': 'n'}, 'dataset': 'd\ud800'}
+    self.write('qa.jsonl', row, choice)
+    self.write('corpus.jsonl', {'id': 'p\ud800', 'title': 't\ud800', 'text': 'x\ud800'})
+    first, second = tasks.load_tasks(str(self.folder), 'train')
+    self.assertEqual((first.id, first.question), ('q?', 'Where??'))
+    self.assertEqual(first.answers, ('P?', '\U0001f600'))
+    self.assertEqual((second.options[0], second.dataset), (('A', 'y?'), 'd?'))
+    (passage,) = tasks.load_corpus(str(self.folder))
+    self.assertEqual(passage, types.Passage('p?', 't?', 'x?'))
+    task = types.Task('q\ud800', options=(('A', 'y\ud800'),), seed=3)
+    cleaned = types.Task('q?', options=(('A', 'y?'),), seed=3)
+    self.assertEqual(types.without_surrogates(task), cleaned)
+
   def test_only_the_asked_split_and_rows_without_one(self):
     path = self.write(
         'qa.jsonl',

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from unittest import mock
 
 from absl.testing import absltest
@@ -172,6 +173,54 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual(observation, 'done')
     fetch.assert_not_called()
 
+  @parameterized.parameters(
+      ({'type': 'object'}, True),
+      ({}, True),
+      (None, False),  # a function that takes none
+      ({'type': 'object', 'properties': {}}, False),
+      ({'properties': {'b': {}}}, False),
+      ({'properties': {'b': {}}, 'additionalProperties': True}, True),
+      ({'properties': {'b': {}}, 'required': ['a']}, True),
+      ({'type': 'object', 'patternProperties': {'^a': {}}}, True),
+      ({'properties': {'b': {}}, 'patternProperties': {'^a': {}}}, True),
+      ({'$ref': '#/$defs/A', '$defs': {'A': {'properties': {'a': {}}}}}, True),
+      ({'$ref': '#/$defs/A', '$defs': {'A': {'required': ['b']}}}, False),
+      *(
+          ({key: [{'properties': {'a': {'type': 'integer'}}, 'required': ['a']}]}, True)
+          for key in ('anyOf', 'oneOf', 'allOf')
+      ),
+      ({'properties': {'b': {}}, 'anyOf': [{'properties': {'a': {}}}]}, True),
+      ({'anyOf': [{'required': ['b']}, {'required': ['c']}]}, False),
+  )
+  def test_schema_refuses_only_arguments_it_excludes(self, parameters, is_accepted):
+    function = {'name': 'f', 'description': 'Does.', 'parameters': parameters}
+    if parameters is None:
+      del function['parameters']
+    schema = {'type': 'function', 'function': function}
+    tool = tools.Tool(schema, lambda arguments: tool_runners.Outcome('done'))
+    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tool])
+    env.reset()
+    observation, *_ = env.step('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    self.assertEqual(observation == 'done', is_accepted, observation)
+
+  def test_lone_surrogates_reach_no_tool_and_reward(self):
+    given = []
+    schema = {'type': 'function', 'function': {'name': 'f', 'parameters': {'type': 'object'}}}
+
+    def call(arguments):
+      given.append(arguments)
+      return tool_runners.Outcome('r\ud800')
+
+    transcripts = []
+    reward = lambda task, answer, transcript: transcripts.append(transcript) or 1.0
+    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tools.Tool(schema, call)], reward=reward)
+    env.reset()
+    turn = '<tool_call>{"name": "f", "arguments": {"a\\udc00": ["x\\ud800"]}}</tool_call>'
+    self.assertEqual(env.step(turn)[0], 'r?')
+    self.assertEqual(given, [{'a?': ['x?']}])
+    env.step('<answer>a</answer>')
+    self.assertEqual(transcripts, [f'{turn}r?<answer>a</answer>'])
+
   @parameterized.parameters(100, 500, 900, 950, 980, 3000, 9000)
   def test_deeply_nested_arguments_are_a_text_for_the_agent(self, depth):
     nested = '[' * depth + ']' * depth
@@ -328,6 +377,41 @@ class RunTest(absltest.TestCase):
     self.assertContainsSubset({f'val-aux/all/tools/{name}' for name in names}, rows[-1])
     self.assertGreater(rows[-1]['env/tools/calls/mean'], 0)
     self.assertIn('val-core/all/em', rows[-1])
+
+
+class McpAnswerTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ([], {'sum': 3, 'of': ['é']}, False, '{"sum": 3, "of": ["é"]}'),
+      ([], {}, False, '{}'),
+      ([], None, False, ''),
+      (['three'], {'sum': 3}, False, 'three'),
+      (['no'], {'code': 7}, True, 'no\n{"code": 7}'),
+      (['{"code":7}'], {'code': 7}, True, '{"code":7}'),
+      ([''], {'code': 7}, True, '{"code": 7}'),
+      (['image'], None, False, '[image image/png: not shown]'),
+      (['audio', 'seen'], None, False, 'seen\n[audio audio/wav: not shown]'),
+      (['image'], {'sum': 3}, False, '{"sum": 3}\n[image image/png: not shown]'),
+      (['link'], None, False, '[resource link text/csv file:///a.csv: not shown]'),
+      (['blob'], None, False, '[resource image/png file:///b: not shown]'),
+      (['note'], None, False, 'a note'),
+  )  # fmt: skip
+  def test_answer_is_text_or_says_what_it_holds(self, names, structured, is_error, wanted):
+    make_part = types.SimpleNamespace
+    note = make_part(uri='file:///n', mime_type='text/plain', text='a note')
+    blob = make_part(uri='file:///b', mime_type='image/png', blob='')
+    known = {
+        'image': make_part(type='image', data='', mime_type='image/png'),
+        'audio': make_part(type='audio', data='', mime_type='audio/wav'),
+        'link': make_part(
+            type='resource_link', name='a', uri='file:///a.csv', mime_type='text/csv'
+        ),
+        'note': make_part(type='resource', resource=note),
+        'blob': make_part(type='resource', resource=blob),
+    }
+    parts = [known.get(name, make_part(type='text', text=name)) for name in names]
+    answer = make_part(content=parts, structured_content=structured, is_error=is_error)
+    self.assertEqual(tool_runners._answer_text(answer), wanted)
 
 
 class McpTest(absltest.TestCase):

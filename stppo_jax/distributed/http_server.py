@@ -33,6 +33,8 @@ from starlette import routing
 import uvicorn
 from uvicorn.protocols.http import h11_impl
 
+from stppo_jax import types
+
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
 _KEEP_ALIVE_S = 75  # between requests of a connection
@@ -210,7 +212,7 @@ class HttpApp:
     except TimeoutError:
       raise RequestError(408, f'no complete body within {limits.body_timeout_s} s') from None
     try:
-      fields = json.loads(body)
+      fields = types.parse_json(body)
     except (ValueError, RecursionError) as error:
       raise RequestError(400, f'the body is not JSON ({type(error).__name__})') from None
     if not isinstance(fields, dict):

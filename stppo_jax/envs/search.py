@@ -138,7 +138,7 @@ class SearchEnv:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
-      observation = observation_text(passages or (), self.prompt)
+      observation = types.without_surrogates(observation_text(passages or (), self.prompt))
     self._transcript += observation
     return observation, 0.0, False, False, info
 

@@ -32,9 +32,10 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
   """
   outcome, error_info = _call(env, 'reset', seed=seed)
   if error_info:
-    return '', error_info
+    return '', types.without_surrogates(error_info)
   if types.is_of(outcome, tuple[str, Mapping]):
-    return outcome
+    observation, info = outcome
+    return types.without_surrogates(observation), types.without_surrogates(info)
   raise types.UserError(
       f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, info), a string and a dict'
@@ -49,11 +50,13 @@ def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool
   """
   outcome, error_info = _call(env, 'step', action, **passages)
   if error_info:
-    return '', 0.0, True, False, {'action': 'error', **error_info}
+    return '', 0.0, True, False, {'action': 'error', **types.without_surrogates(error_info)}
   if types.is_of(outcome, tuple[str, Any, Any, Any, Mapping]):
-    _, _, terminated, truncated, _ = outcome
+    observation, reward, terminated, truncated, info = outcome
     if terminated in (True, False) and truncated in (True, False):
-      return outcome
+      observation = types.without_surrogates(observation)
+      info = types.without_surrogates(info)
+      return observation, reward, terminated, truncated, info
   raise types.UserError(
       f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, reward, terminated, truncated, info), a string, a number, two booleans and a '

@@ -154,7 +154,7 @@ class McpServer:
         raise
 
   def call(self, name: str, arguments: Mapping[str, Any]) -> Outcome:
-    """Calls a tool. The text parts of its answer are the result."""
+    """Calls a tool and returns its answer as a text, see `_answer_text`."""
     with self._lock:
       try:
         self._start()
@@ -166,8 +166,7 @@ class McpServer:
         self._end()
         text = f'{type(error).__name__}: {error}'
         return Outcome(tool_worker.cut(text, self._limits.max_chars), FAILED)
-    texts = [part.text for part in answer.content if getattr(part, 'text', None)]
-    text = tool_worker.cut('\n'.join(texts), self._limits.max_chars)
+    text = tool_worker.cut(_answer_text(answer), self._limits.max_chars)
     return Outcome(text, FAILED if answer.is_error else OK)
 
   def _start(self):
@@ -195,3 +194,43 @@ class McpServer:
     self._client = None
     with contextlib.suppress(Exception):  # the connection is over in any case
       self._connection.close()
+
+
+def _answer_text(answer: Any) -> str:
+  """Returns an MCP server's answer for the agent: its texts, and the names of its other parts.
+
+  The JSON text of its structured content stands for texts, if there are none. In an error it
+  follows a text that says something else.
+  """
+  texts = []
+  others = []
+  for part in answer.content or ():
+    resource = getattr(part, 'resource', None)
+    text = getattr(part, 'text', None) or getattr(resource, 'text', None)
+    if text:
+      texts.append(text)
+    elif part.type != 'text':
+      others.append(_name_part(part, resource))
+  structured = answer.structured_content
+  if structured is not None and (not texts or answer.is_error):
+    written = json.dumps(structured, ensure_ascii=False)
+    if not any(_is_json_of(text, structured) for text in texts):
+      texts.append(written)
+  return '\n'.join([*texts, *others])
+
+
+def _name_part(part: Any, resource: Any) -> str:
+  """Returns a line about a part that is no text: its type, format and address."""
+  source = part if resource is None else resource
+  words = [part.type.replace('_', ' ')]
+  for name in ('mime_type', 'uri'):
+    value = getattr(source, name, None)
+    if value:
+      words.append(str(value))
+  return f'[{" ".join(words)}: not shown]'
+
+
+def _is_json_of(text: str, value: Any) -> bool:
+  with contextlib.suppress(ValueError, RecursionError):
+    return json.loads(text) == value
+  return False

@@ -45,6 +45,24 @@ _SEARCH = {
     },
 }
 _MAX_REASON = 200  # characters
+# Parts of a JSON schema that can describe arguments which its `properties` does not name.
+_OPEN_KEYWORDS = {
+    '$dynamicRef',
+    '$ref',
+    'allOf',
+    'anyOf',
+    'dependencies',
+    'dependentRequired',
+    'dependentSchemas',
+    'else',
+    'if',
+    'not',
+    'oneOf',
+    'patternProperties',
+    'propertyNames',
+    'then',
+    'unevaluatedProperties',
+}
 _MALFORMED = 'malformed'
 _RETRIEVAL_FAILED = 'retrieval_failed'
 _COUNTS = ('calls', _MALFORMED, tool_runners.FAILED, tool_runners.TIMED_OUT)
@@ -64,8 +82,16 @@ class Tool:
 
   @property
   def parameters(self) -> dict[str, Any]:
-    """The JSON schema of its arguments. It does not allow others."""
-    parameters = self.schema['function'].get('parameters') or {}
+    """The JSON schema of its arguments. It allows no others if `properties` names all of them."""
+    parameters = self.schema['function'].get('parameters')
+    if parameters is None:  # it takes no arguments
+      return {'additionalProperties': False}
+    known = parameters.get('properties')
+    required = parameters.get('required') or ()
+    if not isinstance(known, dict) or _OPEN_KEYWORDS & parameters.keys():
+      return dict(parameters)
+    if any(name not in known for name in required):
+      return dict(parameters)
     return {'additionalProperties': False, **parameters}
 
 
@@ -222,7 +248,7 @@ class ToolEnv:
     tool = self._tools[call.name]
     if tool.call is None:
       return self._search(call.arguments['query'], passages)
-    outcome = tool.call(call.arguments)
+    outcome = tool.call(types.without_surrogates(call.arguments))
     if outcome.status == tool_runners.OK:
       return outcome
     self._counts[outcome.status] += 1
@@ -261,6 +287,7 @@ class ToolEnv:
 
   def _observation(self, text):
     """Returns the text, inline between tags that nothing in it can close."""
+    text = types.without_surrogates(text)
     if self.frame == 'inline':
       text = f'\n<information>{search.neutralize(text)}</information>\n'
     self._transcript += text

@@ -13,7 +13,6 @@ from concurrent import futures
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
 import threading
@@ -134,7 +133,7 @@ class HttpRetriever:
     if is_ragen:
       body = {'query': queries[0], 'top_k': top_k}
     try:
-      answer = json.loads(self._send(body, is_gone))
+      answer = types.parse_json(self._send(body, is_gone))
       rows = [answer['results']] if is_ragen else answer['result']
       if not isinstance(rows, list) or len(rows) != len(queries):
         raise ValueError(f'no list of {len(queries)} results')

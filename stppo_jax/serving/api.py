@@ -23,6 +23,7 @@ import uuid
 import pydantic
 from starlette import exceptions
 
+from stppo_jax import types
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import sampler as sampler_lib
@@ -89,7 +90,7 @@ def _parse_arguments(value: Any) -> Any:
   """Returns the arguments of a call as an object. No text and null are an empty object."""
   if isinstance(value, str):
     try:
-      value = json.loads(value.strip() or 'null')
+      value = types.parse_json(value.strip() or 'null')
     except (ValueError, RecursionError):
       raise ValueError('a JSON object is needed') from None
   if value is None:

@@ -292,7 +292,7 @@ class AtifReader:
 
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
   """Returns the document of a file; None: the file is something else."""
-  document = json.loads(path.read_text(encoding='utf-8'))
+  document = types.parse_json(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None
   is_atif = isinstance(version, str) and version.startswith('ATIF-v1.')
   return document if is_atif else None
