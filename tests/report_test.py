@@ -419,6 +419,7 @@ def _fake_training_row(random_state, step):
       'env/truncated': abs(noise(0.02)),
       'outcome/answered': 60,
       'outcome/truncated': 4,
+      'outcome/program_failed': 0,
       'env/searches/mean': turns - 1,
       'env/invalid/mean': 0.2 - 0.15 * part,
       'f1/mean': em + 0.06,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -108,6 +109,11 @@ class ViewerTest(parameterized.TestCase):
     self.assertIn('a (2 seeds)', page)
     self.assertIn('train.updates', page)  # a difference of the configs
     self.assertGreater(page.count('class="chart'), 20)
+    # Each chart of several runs names its metric, and none repeats a title.
+    titles = re.findall(r'<h4>(.*?)</h4>', page)
+    self.assertCountEqual(titles, set(titles))
+    self.assertIn('· val-core/embedded/em<', page)
+    self.assertNotRegex(page, r'· (val-)?outcome/program_failed<')  # 0 in all runs
     page = _drawn(browser, self.url + '/#run=b')
     self.assertIn('This question through training', page)
     self.assertIn('class="piece agent"', page)

@@ -39,17 +39,24 @@ function tickLabel(t) {
 }
 
 // Returns the charts of the chosen runs. Several runs have a chart per metric, with a line per run.
+// Layers of a stack that are 0 in all runs have no chart.
 function mergedCharts() {
   const groups = seedGroups();
   if (groups.length === 1 && groups[0].runs.length === 1) return groups[0].runs[0].charts;
+  const drawn = shownRuns().flatMap((run) => run.charts);
+  const crowded = new Set(drawn.filter((chart) => chart.series.length > 1).map((chart) => chart.title));
   const charts = new Map();  // by metric
-  for (const chart of shownRuns().flatMap((run) => run.charts)) {
+  const labels = new Map();  // the longest: a run with one data set does not name it
+  for (const chart of drawn) {
+    const isStack = chart.scale === 'stack';
     for (const s of chart.series) {
-      if (charts.has(s.name)) continue;
-      const title = chart.series.length > 1 ? `${chart.title}: ${s.label}` : chart.title;
-      const scale = chart.scale === 'stack' ? 'linear' : chart.scale;
-      charts.set(s.name, {...chart, title, scale, series: []});
+      if (s.label.length > (labels.get(s.name) || '').length) labels.set(s.name, s.label);
+      if (charts.has(s.name) || isStack && !s.y.some((y) => y)) continue;
+      charts.set(s.name, {...chart, scale: isStack ? 'linear' : chart.scale, metric: s.name, series: []});
     }
+  }
+  for (const [name, chart] of charts) {
+    if (crowded.has(chart.title)) chart.title += `: ${labels.get(name)}`;
   }
   groups.forEach((group, hue) => {
     for (const [name, chart] of charts) {
@@ -145,8 +152,10 @@ function setZoom(range) {
 function addChart(chart, parent, steps) {
   const {tables, series, bands} = layers(chart);
   const plot = make('div', {class: 'plot'});
+  const scale = chart.scale === 'log' ? `${chart.unit}, log` : chart.unit;
+  const unit = plain([scale, chart.title === chart.metric ? '' : chart.metric].filter((text) => text).join(' · '));
   const box = make('figure', {class: `chart ${chart.scale}`}, make('h4', {}, plain(chart.title)),
-    make('p', {class: 'unit'}, chart.unit + (chart.scale === 'log' ? ', log' : '')), plot);
+    make('p', {class: 'unit'}, unit), plot);
   if (chart.note) box.append(make('p', {class: 'note'}, chart.note));
   parent.append(box);
   const axis = {stroke: () => css('--faint'), font: '11px system-ui, sans-serif', ticks: {show: false}};
