@@ -24,6 +24,7 @@ from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.envs import commands
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import rewards
@@ -178,6 +179,8 @@ def plugin_names(config: Config) -> dict[str, str]:
     for i, name in enumerate(value if is_tuple else (value,)):
       if not isinstance(name, str) or ':' not in name:
         continue
+      if path == 'env.kind' and name.startswith(commands.PREFIX):  # started, not imported
+        continue
       is_file = path in _MAY_BE_FILES and os.path.exists(name)  # read, not imported
       prefix = name.partition(':')[0]
       if not is_file and prefix not in rules.prefixes:
@@ -198,6 +201,10 @@ def plugin_digests(config: Config) -> dict[str, str]:
     source = getattr(module, '__file__', None)
     if source:
       digests[field] = _digest(source)
+  if config.env.kind.startswith(commands.PREFIX):
+    scripts = map(_digest, commands.files(config.env.kind))
+    if joined := ' '.join(scripts):
+      digests['env.kind'] = joined
   recorded = config.rollout.demonstrations
   if os.path.isfile(recorded):
     digests['rollout.demonstrations'] = _digest(recorded)
@@ -211,6 +218,8 @@ def _digest(path: str) -> str:
 def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.EnvFactory:
   env = config.env
   prefix, _, rest = env.kind.partition(':')
+  if env.kind.startswith(commands.PREFIX):
+    return commands.make_factory(env.kind, env.options, available['reward'])
   if prefix == program.PREFIX:
     function = plugins.load('env.kind', rest, {})
     return program.make_factory(env.kind, function, env.options, available['reward'])

@@ -49,7 +49,8 @@ class EnvSettings(Section):
 
   kind: str = setting(
       'search', 'a built-in environment, a custom class (envs/protocol.py), PREFIX:ID of another '
-      "package, or an agent program 'gateway:module:attribute' (envs/program.py)",
+      "package, or an agent program: 'gateway:module:attribute' (envs/program.py) or "
+      "'gateway:command:COMMAND' (envs/commands.py)",
       allowed=('search', 'tools'), plugin=True,
       prefixes=('gem', 'textarena', 'reasoning_gym', 'openenv'))
   options: dict[str, Any] = setting(

@@ -286,6 +286,7 @@ class Episode:
   whole_score: float | None = None
 
   error: str = ''  # what the environment's code raised, where, and in which turn
+  log: str = ''  # the end of what an agent program, if it is a command, wrote to standard error
   demonstrated: bool = False  # a demonstration: its turns were not sampled, so their logp is NaN
 
   @property
@@ -381,6 +382,8 @@ class Episode:
       record['whole_score'] = finite_or_none(self.whole_score)
     if self.error:
       record['error'] = self.error
+    if self.log:
+      record['log'] = self.log
     if self.demonstrated:
       record['demonstrated'] = True
     if any(turn.routes is not None for turn in self.turns):
@@ -448,6 +451,7 @@ class Episode:
         number=record.get('of_episode'),
         whole_score=record.get('whole_score'),
         error=record.get('error', ''),
+        log=record.get('log', ''),
         demonstrated=record.get('demonstrated', False),
     )
 

@@ -690,6 +690,7 @@ class SavedConfigTest(parameterized.TestCase):
   @parameterized.parameters(
       ('env.kind', 'm:Env'),
       ('env.kind', 'gateway:m:f'),
+      ('env.kind', 'gateway:command:id'),
       ('env.kind', 'gem:code:CodeContest'),
       ('env.kind', 'openenv:http://host'),
       ('env.tools', ('calculator', 'mcp:rm -r x')),

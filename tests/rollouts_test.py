@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import json
+import pathlib
+import sys
 import tempfile
 import time
 from unittest import mock
@@ -322,6 +324,53 @@ class ProgramAgentTest(parameterized.TestCase):
   def test_unknown_program_is_one_line(self, kind):
     with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
       prepare.prepare(make_config(kind))
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+asked = {'messages': [{'role': 'user', 'content': task['question']}], 'stop': ['</'], 'model': 'x'}
+urllib.request.urlopen(urllib.request.Request(
+    os.environ['OPENAI_BASE_URL'] + '/chat/completions',
+    json.dumps(asked).encode(), {'Content-Type': 'application/json'})).read()
+print('reading', task['id'], file=sys.stderr)
+number = int(task['id'][-1])
+if number % 2:
+  sys.exit('an odd task')
+print(json.dumps({'reward': 0.5, 'metrics': {'files': 3}}) if number else 'no number')
+"""
+
+
+class CommandTest(absltest.TestCase):
+
+  def test_command_plays_episodes(self):
+    script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'agent.py')
+    script.write_text(COMMAND, encoding='utf-8')
+    kind = f'gateway:command:{sys.executable} -S {script}'
+    with (
+        self.assertLogs(level='WARNING') as logs,
+        mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'),
+    ):
+      episodes, _ = play(make_config(kind), make_tasks(4))
+    self.assertIn('of 4 programs 2 raised', logs.output[0])
+    self.assertIn(
+        'exit status 1, standard error ends with: reading t1 | an odd task', logs.output[0]
+    )
+    self.assertEqual([e.failed for e in episodes], [False, True, False, True])
+    # The reward of the run scores the first.
+    self.assertEqual([e.score for e in episodes[::2]], [1, 0.5])
+    self.assertEqual([e.metrics.get('files') for e in episodes], [None, None, 3, None])
+    self.assertEqual(episodes[1].log, 'reading t1\nan odd task\n')
+    tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
+    record = episodes_lib.to_records(episodes, tokenizer, 1, 'train')[0]
+    self.assertEqual(record['log'], 'reading t0\n')
+    self.assertEqual(types.Episode.from_dict(record).log, 'reading t0\n')
+
+  def test_time_limit_kills_commands(self):
+    config = make_config('gateway:command:sleep 60')
+    config.serve.agent_timeout_s = 0.5
+    episodes, _ = play(config, make_tasks(2))
+    self.assertEqual([e.metrics['timed_out'] for e in episodes], [1, 1])
 
 
 class TrainingTest(absltest.TestCase):

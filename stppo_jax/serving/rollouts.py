@@ -24,6 +24,7 @@ from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import commands
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import program as program_lib
@@ -49,6 +50,7 @@ class _ProgramRun:
   session: sessions.Session
   timed_out: bool = False
   error: str = ''  # what the program raised in time
+  log: str = ''  # the end of a command's standard error
 
 
 @dataclasses.dataclass
@@ -168,13 +170,24 @@ class ProgramAgent(agent_lib.Agent):
     session = service.open_session(key, sampling)
     run = _ProgramRun(task, session)
     deadline = time.monotonic() + self.config.serve.agent_timeout_s
-    call = calls.ThreadedCall(lambda: self._play(run, f'{server.url}/s/{session.name}/v1'))
+    url = f'{server.url}/s/{session.name}/v1'
+    process: commands.Process | None = None
     has_ended = False
     try:
+      call: calls.ThreadedCall | commands.Process
+      if isinstance(self.program, commands.CommandProgram):
+        call = process = self.program.start(task, url, self.config.name)
+      else:
+        call = calls.ThreadedCall(lambda: self._play(run, url))
       while not (has_ended := call.has_ended(_POLL_S)):
         run.timed_out = time.monotonic() > deadline
         if run.timed_out or stopping.is_set():
           break
+      if has_ended and process is not None:
+        result = process.result()
+        if result.reward is not None:
+          run.session.reward(result.reward)
+        run.session.measure(result.metrics)
       if has_ended and not run.session.has_reward:
         self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, stopping.is_set))
     except factory.ENDS_RUN as error:
@@ -186,6 +199,9 @@ class ProgramAgent(agent_lib.Agent):
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:
+      if process is not None:
+        process.end()
+        run.log = process.log
       service.end_session(session.name)
     return run
 
@@ -228,6 +244,7 @@ class ProgramAgent(agent_lib.Agent):
       episode.metrics = {**metrics, **episode.metrics}
       episode.truncated |= run.timed_out
       episode.core_metrics = self.env.core_metrics
+      episode.log = run.log
     return episodes
 
 

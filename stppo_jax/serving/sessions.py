@@ -445,6 +445,11 @@ class Session:
       self.has_reward = True
       self._metrics |= metrics or {}
 
+  def measure(self, metrics: Mapping[str, float]) -> None:
+    """Sets metrics of the whole."""
+    with self._open():
+      self._metrics |= metrics
+
   def close(self) -> None:
     """Ends the session: nothing is recorded any more."""
     with self._lock:
