@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-KEPT_BYTES = 1 << 16  # of each stream, from its end
+KEPT_BYTES = 1 << 16  # the end of each stream
 _KILL_S = 5.0  # limit of the time in which all processes are found and killed
 _SET_PARENT_DEATH_SIGNAL = 1  # options of Linux's prctl
 _SET_CHILD_SUBREAPER = 36
