@@ -112,7 +112,10 @@ class CommandTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ("print(1); raise SystemExit('gone')", 'exit status 1, standard error ends with: gone'),
-      ('import os; print(1, flush=True); os.kill(os.getpid(), 9)', 'ended by SIGKILL'),
+      (
+          'import os; print(1, flush=True); os.kill(os.getpid(), 9)',
+          'ended by SIGKILL, standard output ends with: 1',
+      ),
       ("import os; os.write(2, b'\\xff'); os._exit(3)", 'exit status 3'),
   )
   def test_crash_has_a_reason(self, text, message):

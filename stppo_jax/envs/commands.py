@@ -97,8 +97,13 @@ class Process:
     if 'error' in self._report:
       raise CommandFailed(f'the command does not run ({self._report["error"]})')
     if status := self._report['status']:
-      lines = ' | '.join(filter(None, map(str.strip, self.log.splitlines())))
-      raise CommandFailed(f'{_describe(status)}, standard error ends with: {lines[-_MAX_SHOWN:]}')
+      stream, text = 'error', self.log
+      if not text.strip():  # Claude Code writes its errors to the other one
+        stream, text = 'output', self._report['stdout'][-_MAX_LOG:]
+      lines = ' | '.join(filter(None, map(str.strip, text.splitlines())))
+      raise CommandFailed(
+          f'{_describe(status)}, standard {stream} ends with: {lines[-_MAX_SHOWN:]}'
+      )
     return read_result(self._report['stdout'])
 
 
