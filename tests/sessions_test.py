@@ -17,7 +17,7 @@ from stppo_jax.serving import sessions
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
 
-WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids))
+WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids), opening=lambda ids: '')
 # Prompts are ids.
 IDS_ONLY = types.SimpleNamespace(
     tokenizer=WORDS,

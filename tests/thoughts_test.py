@@ -24,6 +24,8 @@ from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
+from stppo_jax.serving import sessions
+from stppo_jax.serving import template as template_lib
 from tests import tokenizer_test
 from tests import tools_test
 
@@ -181,6 +183,42 @@ class OtherServersTest(parameterized.TestCase):
     )
     self.assertEqual(read('<search>y</search> z'), '<search>y</search>')
     self.assertEqual(thoughts.completed('<think>a</think>b</think>'), '<think>a</think>b</think>')
+
+
+class ProgramTest(parameterized.TestCase):
+  """Agent programs: their rewards read what a played environment's reads."""
+
+  @parameterized.product(
+      template=(tokenizer_test.QWEN3, tokenizer_test.THINKING), end=('<|im_end|>', '')
+  )
+  def test_transcript_is_that_of_played_environment(self, template, end):
+    tokenizer = make_tokenizer(template)
+    opening = '<think>\n' if template == tokenizer_test.THINKING else ''
+    start = '' if opening else '<think>\n'
+    session = sessions.Session(
+        template_lib.Template(tokenizer, 2000), jax.random.key(0), sessions.Sampling()
+    )
+    messages = [
+        {'role': 'user', 'content': 'One?'},
+        {'role': 'assistant', 'content': 'an example'},
+        {'role': 'user', 'content': 'Two?'},
+    ]
+    turns = [f'{start}a</think><search>b</search>', f'{start}c</think>{ANSWER}']
+    block = '<information>d</information>'
+    for turn in turns:
+      plan = session.plan(messages)
+      tokens = tokenizer.encode(turn + end, control=True)
+      said = {'role': 'assistant', 'content': turn}
+      session.record(plan, tokens, [-0.5] * len(tokens), [said])
+      messages += [said, {'role': 'user', 'content': block}]
+    self.assertEqual(session.last_text, opening + turns[1])
+    wanted = f'{opening}{turns[0]}{block}{opening}{turns[1]}'
+    self.assertEqual(session.transcript, wanted)
+    self.assertTrue(rewards.well_formed(session.transcript))
+    branch = session.plan(messages[:-2])  # another answer to the first observation
+    tokens = tokenizer.encode('no' + end, control=True)
+    session.record(branch, tokens, [-0.5] * len(tokens), [])
+    self.assertEqual(session.transcript, f'{opening}{turns[0]}{block}{opening}no')
 
 
 if __name__ == '__main__':

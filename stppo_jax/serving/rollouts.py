@@ -213,13 +213,17 @@ class ProgramAgent(agent_lib.Agent):
 
   def _score(self, run: _ProgramRun, guard: guard_lib.Guard) -> None:
     """Sets the score of the answer in the last turn; 0 without an answer."""
-    text = run.session.last_text
-    answer = rewards.extract_answer(text)
+    answer = rewards.extract_answer(run.session.last_text)
     if answer is None:
       run.session.reward(0.0)
       return
     score = guard.call(
-        'the reward', rewards.score_answer, self.program.reward, run.task, answer, text
+        'the reward',
+        rewards.score_answer,
+        self.program.reward,
+        run.task,
+        answer,
+        run.session.transcript,
     )
     run.session.reward(float(score), metrics=score.metrics)
 

@@ -61,6 +61,7 @@ class RecordedTurn:
   """A turn among the messages of a segment."""
 
   forms: Sequence[turns_lib.ReadMessage]  # the messages with which a client may send it back
+  text: str = ''  # as an environment would read it
   rest: str = ''  # the client's text after it, in the same message
   thoughts_kept: bool = False  # the client has left out its thoughts, and the row has them
 
@@ -177,7 +178,8 @@ class Session:
     self._lock = threading.Lock()
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
-    self._last_tokens: Sequence[int] = ()  # the last turn's, recorded or not
+    self._last_text = ''  # of the last turn, recorded or not
+    self._transcript = ''  # up to the last turn
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
@@ -193,8 +195,13 @@ class Session:
 
   @property
   def last_text(self) -> str:
-    """The last turn as text."""
-    return self._template.tokenizer.decode(self._last_tokens)
+    """The last turn as an environment reads it: with an opened thought, without the eos token."""
+    return self._last_text
+
+  @property
+  def transcript(self) -> str:
+    """The text of the last turn's row after its prompt: turns, and what the client put between."""
+    return self._transcript
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
@@ -399,7 +406,11 @@ class Session:
     with self._open():
       segment = plan.segment
       assert segment is not None
-      self._last_tokens = tokens
+      tokenizer = self._template.tokenizer
+      self._last_text = tokenizer.opening(plan.ids)
+      if turn.tokens.size:
+        self._last_text += episode_lib.action_text(tokenizer, turn.tokens)
+      self._transcript = self._text_before(plan) + self._last_text
       segment.is_extended = False
       if not segment.turns and not self._has_room:
         self.counts['unrecorded'] += 1
@@ -412,13 +423,27 @@ class Session:
       segment.turns.append(turn)
       segment.ids += new + turn.tokens.tolist()
       forms = list(map(turns_lib.ReadMessage, answers))
-      segment.messages = [*plan.messages, RecordedTurn(forms)]
+      segment.messages = [*plan.messages, RecordedTurn(forms, self._last_text)]
       segment.ends.append((len(segment.messages), len(segment.ids)))
       if segment.tools == _PLAIN:
         segment.texts.append(self._text_after(plan.prompt, tokens, text))
       self._turns.append(turn)
       segment.num_cut += was_cut
       return len(self._turns)
+
+  def _text_before(self, plan: RequestPlan) -> str:
+    """Returns the text between a conversation's prompt and its next turn."""
+    if plan.prompt:
+      assert plan.segment is not None
+      new = plan.prompt[len(plan.segment.first_prompt) :]
+      return new if isinstance(new, str) else self._template.tokenizer.decode(new)
+    texts = []
+    for message in plan.messages:
+      if isinstance(message, RecordedTurn):
+        texts += [message.text, message.rest]
+      elif texts:
+        texts.append(message.content)
+    return ''.join(texts)
 
   def _text_after(
       self, prompt: str | Sequence[int], tokens: Sequence[int], text: str | None
