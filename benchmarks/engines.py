@@ -28,8 +28,8 @@ from benchmarks import servers
 from experiments import st_ppo_tiny
 from stppo_jax import components
 from stppo_jax.models import convert
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import prepare
 
 _PYTHON = flags.DEFINE_string('python', '', 'Python of an environment with vLLM')
@@ -92,7 +92,7 @@ def _agents(weights, addresses, number):
     config.rollout.engine = address
     config.rollout.engine_kind = kind
     agent = dataclasses.replace(own, config=config)
-    agents[kind] = agent_lib.with_engines(agent)
+    agents[kind] = engines_lib.with_engines(agent)
   return agents, params
 
 
@@ -121,7 +121,7 @@ def _measure_throughput(folder, weights, addresses, number):
 
 def _opened(agent, folder, params, tasks):
   """Returns a context manager of a run of the agent."""
-  if isinstance(agent, agent_lib.RemoteAgent):
+  if isinstance(agent, engines_lib.RemoteAgent):
     return agent.opened(folder, 0, params, tasks, lambda: False)
   return contextlib.nullcontext()
 

@@ -28,14 +28,6 @@ from stppo_jax.envs import commands
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import rewards
-from stppo_jax.envs import search
-from stppo_jax.envs import tool_calls
-from stppo_jax.envs import tool_runners
-from stppo_jax.envs import tools
-from stppo_jax.envs.adapters import gem
-from stppo_jax.envs.adapters import openenv
-from stppo_jax.envs.adapters import reasoning_gym
-from stppo_jax.envs.adapters import textarena
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.types import Task
@@ -50,14 +42,18 @@ if TYPE_CHECKING:
   from stppo_jax.rollout import prepare
 
 # Prefix of `env.kind` before the first ':' -> function (the rest of the name) -> environment class.
-ADAPTERS: dict[str, Callable[[str], Any]] = {
-    'gem': gem.make,
-    'openenv': openenv.make,
-    'reasoning_gym': reasoning_gym.make,
-    'textarena': textarena.make,
+# These modules are imported when a config names them.
+ADAPTERS = {
+    'gem': 'stppo_jax.envs.adapters.gem:make',
+    'openenv': 'stppo_jax.envs.adapters.openenv:make',
+    'reasoning_gym': 'stppo_jax.envs.adapters.reasoning_gym:make',
+    'textarena': 'stppo_jax.envs.adapters.textarena:make',
 }
 # Short name of `env.kind` -> environment class. A new built-in environment is added here.
-ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
+ENVIRONMENTS = {
+    'search': 'stppo_jax.envs.search:SearchEnv',
+    'tools': 'stppo_jax.envs.tools:ToolEnv',
+}
 _MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 
 
@@ -126,6 +122,9 @@ def resolve(config: Config) -> Components:
       'reward': reward,
   }
   if env.tools:
+    from stppo_jax.envs import tool_runners
+    from stppo_jax.envs import tools
+
     limits = tool_runners.ToolLimits(env.tool_timeout_s, env.tool_max_chars)
     available['tools'] = tools.load(tuple(env.tools), limits)
 
@@ -224,20 +223,22 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
     function = plugins.load('env.kind', rest, {})
     return program.make_factory(env.kind, function, env.options, available['reward'])
   if rest and prefix in ADAPTERS:
-    make = ADAPTERS[prefix](rest)
+    make = plugins.resolve(ADAPTERS[prefix])(rest)
   else:
     make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
   options = dict(env.options)
-  if make is tools.ToolEnv:
-    options['form'] = _tool_form(config, options.get('form', tool_calls.AUTO))
+  if env.kind == 'tools':
+    options['form'] = _tool_form(config, options.get('form'))
   return factory.make_factory(env.kind, make, available, options)
 
 
-def _tool_form(config: Config, setting: str) -> str:
+def _tool_form(config: Config, setting: str | None) -> str:
   """Returns the form of tool calls, which the model's chat template may choose."""
+  from stppo_jax.envs import tool_calls
+
   folder = config.model.folder
   template = tokenizer_lib.template_text(folder) if os.path.isdir(folder) else ''
-  return tool_calls.form_name(setting, template)
+  return tool_calls.form_name(setting or tool_calls.AUTO, template)
 
 
 def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:

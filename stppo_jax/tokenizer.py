@@ -425,7 +425,8 @@ def _byte_automaton(modes: Sequence[Mapping[bytes, int | None]]) -> np.ndarray:
       text = prefix + bytes([byte])
       next_modes = [patterns[pattern] for pattern in patterns if text.endswith(pattern)]
       if next_modes:
-        steps[state, byte] = stopped if None in next_modes else next_modes[0]
+        next_mode = next_modes[0]
+        steps[state, byte] = stopped if next_mode is None or None in next_modes else next_mode
         continue
       while (mode, text) not in states:
         text = text[1:]

@@ -532,3 +532,12 @@ class TurnBatch:
   score_offsets: jax.Array | None = None
   demonstrated: jax.Array | None = None  # [B] 1 for demonstrations; None: there are none
   imitation_mask: jax.Array | None = None  # [B,T] 1 for the agent tokens of demonstrations
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+  """The metrics and per-token numbers of one optimizer step."""
+
+  rows: Any  # [b] numbers of the batch's rows, NumPy or jax
+  metrics: Mapping[str, Any]
+  tokens: Mapping[str, Any]  # ratio, clipped [b,T]

@@ -13,11 +13,11 @@ from stppo_jax import config as schema
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.rollout import allocation
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import pipeline
+from stppo_jax.systems import dars
 
-ET = allocation.Allocation('dars_et', 8, 32)
+ET = dars.Allocation('dars_et', 8, 32)
 
 
 class RuleTest(parameterized.TestCase):
@@ -29,22 +29,22 @@ class RuleTest(parameterized.TestCase):
   )
   def test_by_hand(self, rule, expected):
     scores = [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 7 / 8, 1]
-    self.assertEqual([allocation.wanted_rows(a, 8, rule) for a in scores], expected)
+    self.assertEqual([dars.wanted_rows(a, 8, rule) for a in scores], expected)
 
   @parameterized.product(first_rows=(2, 4, 8, 16), rule=('dars_et', 'dars_hw'))
   def test_the_sum_of_advantages_reaches_its_target(self, first_rows, rule):
     """With k of N right, N + dN rows have (N + dN) S, and one row less is short."""
     for right in range(1, first_rows // 2):
       a = right / first_rows
-      further = allocation.wanted_rows(a, first_rows, rule)
+      further = dars.wanted_rows(a, first_rows, rule)
       per_row = np.abs(np.r_[np.full(right, 1 - a), np.full(first_rows - right, -a)]).mean()
       target = first_rows / 2 if rule == 'dars_et' else first_rows * (1 - a)
       self.assertGreaterEqual((first_rows + further) * per_row, target - 1e-9)
       self.assertLess((first_rows + further - 1) * per_row, target)
 
   def test_scores_out_of_range_are_clipped(self):
-    self.assertEqual(allocation.wanted_rows(-3.0, 8, 'dars_et'), 27)
-    self.assertEqual(allocation.wanted_rows(5.0, 8, 'dars_et'), 0)
+    self.assertEqual(dars.wanted_rows(-3.0, 8, 'dars_et'), 27)
+    self.assertEqual(dars.wanted_rows(5.0, 8, 'dars_et'), 0)
 
   def test_wishes_above_the_rest_are_scaled_by_largest_remainders(self):
     """Wishes 24 (capped), 11, 3, 0 of 20 rows: shares 12.63, 5.79, 1.58, 0."""
@@ -59,7 +59,7 @@ class RuleTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     for _ in range(300):
       first, mean = int(rng.integers(1, 9)), int(rng.integers(9, 17))
-      rule = allocation.Allocation(('dars_et', 'dars_hw')[rng.integers(2)], first, 2 * mean)
+      rule = dars.Allocation(('dars_et', 'dars_hw')[rng.integers(2)], first, 2 * mean)
       scores = rng.integers(0, first + 1, int(rng.integers(1, 12))) / first
       rows = rule.extra_rows(scores.tolist(), len(scores) * (mean - first))
       self.assertEqual(sum(rows), len(scores) * (mean - first))
@@ -94,7 +94,7 @@ class BatchTest(parameterized.TestCase):
   def batches(self):
     questions = [types.Task(str(i), 'q', ('a',)) for i in range(4)]
     stream = task_files.TaskStream(questions, 4, 0)
-    rule = allocation.Allocation('dars_et', 4, 16)
+    rule = dars.Allocation('dars_et', 4, 16)
     return pipeline.Batches(Agent(), lambda params: params, stream, 8, 0, allocation=rule)
 
   def test_hard_questions_have_larger_groups_in_a_batch_of_the_same_size(self):
@@ -140,7 +140,7 @@ class BatchTest(parameterized.TestCase):
           allocation=rule, group_size=group_size, first_rows=first_rows
       )
       config.train.episodes = config.train.mini_batch = config.train.micro_batch = 4 * group_size
-      dealt = allocation.Allocation(rule, first_rows, 4 * group_size)
+      dealt = dars.Allocation(rule, first_rows, 4 * group_size)
       rows = dealt.extra_rows([0.0, 1.0, 1.0, 1.0], 4 * (group_size - first_rows))
       context = contextlib.nullcontext()
       if len(set(rows)) == 1:

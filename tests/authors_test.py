@@ -21,7 +21,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
-from stppo_jax.rollout import allocation
+from stppo_jax.systems import dars
 from stppo_jax.systems import hl_gauss
 from stppo_jax.systems import superhf
 from stppo_jax.systems import tdpo
@@ -141,7 +141,7 @@ class AuthorsTest(parameterized.TestCase):
     for rule in ('ET', 'HW'):
       for most in entry['inputs']['n_max']:
         rows = [
-            min(allocation.wanted_rows(a, 8, f'dars_{rule.lower()}'), most - 8)
+            min(dars.wanted_rows(a, 8, f'dars_{rule.lower()}'), most - 8)
             for a in entry['inputs']['means']
         ]
         self.assertEqual(rows, entry['numbers'][f'{rule}_{most}'])

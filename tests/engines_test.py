@@ -37,7 +37,8 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
@@ -744,7 +745,7 @@ class HttpFaultsTest(parameterized.TestCase):
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
     self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.check_stopped)
-    self.weights = remote.RemoteWeights(3, '/weights/000003')
+    self.weights = batching.RemoteWeights(3, '/weights/000003')
 
   def check_stopped(self):
     if self.stops.is_set():
@@ -892,7 +893,7 @@ class FolderTest(absltest.TestCase):
   def test_trainer_scores_probes_with_any_kernel(self):
     """The kernel of a TPU takes no row of 79 tokens, and runs on the devices of one mesh alone."""
     tokens = np.arange(79, dtype=np.int32)[None]
-    score = lambda model, params: jax.jit(functools.partial(agent_lib._score, model))(
+    score = lambda model, params: jax.jit(functools.partial(engines_lib._score, model))(
         params, tokens, 0.7
     )
     expected = score(self.model, self.params)
@@ -1018,9 +1019,9 @@ class ApiTest(parameterized.TestCase):
     """After one failure of a route, `ensure` loads again or resumes."""
     engine = StatefulEngine()
     remote_engine = self.remote_engine('vllm', engine.send)
-    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
+    remote_engine.ensure(batching.RemoteWeights(3, '/weights/000003'))
     engine.failing = failing
-    weights = remote.RemoteWeights(4, '/weights/000004')
+    weights = batching.RemoteWeights(4, '/weights/000004')
     with self.assertRaises(http_client.Temporary):
       remote_engine.ensure(weights)
     self.assertNotEqual(engine.label, '0123abcd-3')
@@ -1045,7 +1046,7 @@ class ApiTest(parameterized.TestCase):
       return {'weight_version': '0123abcd-3'}
 
     engine = self.remote_engine('sglang', send)
-    engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
+    engine.ensure(batching.RemoteWeights(3, '/weights/000003'))
     self.assertEqual(paths, ['/model_info', '/continue_generation'])
 
   def test_engine_without_labels(self):
@@ -1128,7 +1129,7 @@ class GatewayTest(parameterized.TestCase):
       tasks = components.resolve(config).held_out_tasks()
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       expected = own.play(params, tasks, keys, greedy=True)
-      agent = agent_lib.with_engines(own)
+      agent = engines_lib.with_engines(own)
       with agent.opened(workdir, 0, params, tasks, lambda: False):
         played = agent.play(params, tasks, keys, greedy=True)
         sampled = agent.play(params, tasks, keys)

@@ -16,7 +16,7 @@ from benchmarks import servers
 from experiments import st_ppo_tiny
 from stppo_jax import components
 from stppo_jax.models import convert
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import loop
@@ -52,7 +52,7 @@ class VllmTest(absltest.TestCase):
     model, params = prepare.load_policy(config)
     params = jax.tree.map(lambda x: np.asarray(x) * 1.02, params)
     own = components.make_agent(config, model)
-    agent = agent_lib.with_engines(own)
+    agent = engines_lib.with_engines(own)
     tasks = components.resolve(config).load_tasks('train')[:200]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     expected = own.play(params, tasks, keys, greedy=True)

@@ -372,7 +372,7 @@ class SamplerRoutesTest(parameterized.TestCase):
     ]
     episode = types.Episode(types.Task('t', 'q', ('a',)), 0, ids(1, 2), turns)
     again = pipeline.from_json(
-        json.loads(json.dumps(pipeline.to_json(pipeline.Sampled(1, 0, [episode], {})))),
+        json.loads(json.dumps(pipeline.to_json(batching.Sampled(1, 0, [episode], {})))),
         [episode.task],
     )
     for played in (episode, again.episodes[0]):

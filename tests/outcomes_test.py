@@ -3,8 +3,8 @@
 from absl.testing import absltest
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.evaluation import scores
-from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
@@ -61,7 +61,7 @@ class OutcomesTest(absltest.TestCase):
     # The only step of policy a is skipped, and that of policy b is not.
     parts = []
     for role, skipped in (('a', 1), ('b', 0)):
-      step = episodes_lib.StepMetrics(np.array([0]), {'actor/skipped': skipped}, {})
+      step = types.StepMetrics(np.array([0]), {'actor/skipped': skipped}, {})
       parts.append(([episode(number=0, role=role)], [step]))
     self.assertEqual(sum(outcomes.count_update(parts).values()), 1)
     self.assertEqual(outcomes.count_update(parts)['skipped'], 1)

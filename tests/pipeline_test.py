@@ -10,6 +10,7 @@ import numpy as np
 
 from stppo_jax import tasks as task_files
 from stppo_jax import types
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode
 from stppo_jax.rollout import pipeline
@@ -62,7 +63,7 @@ class JsonTest(absltest.TestCase):
     made = types.Episode(
         task, 2, ids(1), turns, True, False, {'won': 0.7}, {'cut': 1.0}, ('won', 'f')
     )
-    batch = pipeline.Sampled(4, 1, [made], {'timing_s/gen': 0.5})
+    batch = batching.Sampled(4, 1, [made], {'timing_s/gen': 0.5})
     record = json.loads(json.dumps(pipeline.to_json(batch)))
     again = pipeline.from_json(record, [task])
     jax.tree.map(
@@ -106,7 +107,7 @@ class KeysTest(absltest.TestCase):
     cpu = jax.local_devices(backend='cpu')[0]
     tasks = [types.Task('x'), types.Task('y'), types.Task('x')]
     with jax.default_device(jax.devices()[1]):
-      sampling_key, mini_batch_key = pipeline.batch_keys(7, 3)
+      sampling_key, mini_batch_key = batching.batch_keys(7, 3)
       round_key = jax.random.fold_in(sampling_key, 1)
       keys = episode.row_keys(round_key, tasks)
       by_role = episode.role_keys(keys, 2)

@@ -22,6 +22,7 @@ import numpy as np
 from stppo_jax.evaluation import sample
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
@@ -420,7 +421,7 @@ class StalenessTest(parameterized.TestCase):
 
     def sample(params, number, staleness):
       seen.append((params, threading.current_thread()))
-      return pipelines.Sampled(number, staleness, [], {})
+      return batching.Sampled(number, staleness, [], {})
 
     params = {'x': jax.numpy.ones(3)}
     with pipelines.Pipeline(sample, 0) as pipeline:
@@ -436,7 +437,7 @@ class StalenessTest(parameterized.TestCase):
       if number == 2:
         begun.set()
         self.assertTrue(go_on.wait(60))
-      return pipelines.Sampled(number, staleness, [], {})
+      return batching.Sampled(number, staleness, [], {})
 
     with pipelines.Pipeline(sample, 1) as pipeline:
       self.assertEqual(pipeline.take({}, 1).staleness, 0)
@@ -447,7 +448,7 @@ class StalenessTest(parameterized.TestCase):
       with pipeline.idle():
         pass
       (batch,) = pipeline.contents()
-      self.assertIsInstance(batch, pipelines.Sampled)
+      self.assertIsInstance(batch, batching.Sampled)
       self.assertEqual(batch.number, 2)
       self.assertEqual(pipeline.take({}, 2).staleness, 1)
 

@@ -32,6 +32,7 @@ from stppo_jax.monitoring import report
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.training import checkpoint
@@ -146,7 +147,7 @@ class PlayTest(parameterized.TestCase):
         tempfile.TemporaryDirectory()
     )
     path = lambda *names: os.path.join(folder, *names)
-    sampled = pipeline.Sampled(1, 0, episodes, {})
+    sampled = batching.Sampled(1, 0, episodes, {})
     records = episodes_lib.batch_records(sampled, tokenizer, 1)
     episodes_lib.write_lines(saved.path_of(path('episodes'), 1), records)
     atif_writer.write_folder(path('episodes'), path('atif'), tokenizer, 'tiny', 'hermes')
@@ -450,7 +451,7 @@ class RunTest(parameterized.TestCase):
 
   def restored(self, config, workdir):
     policies = Duel.roles if config.model.role_parameters == 'own' else ('',)
-    state = learner_lib.build(config, policies).state
+    state = learner_lib.build(config, prepare.load_policy, policies).state
     with checkpoint.Checkpoints(workdir) as checkpoints:
       return checkpoints.restore(checkpoints.newest(), state)
 
@@ -543,7 +544,7 @@ class RunTest(parameterized.TestCase):
     alone = self.restored(self.config(kind='Single', **values), one_workdir)
     chex.assert_trees_all_equal(first.actor, alone.actor)
     chex.assert_trees_all_equal(first.critic, alone.critic)
-    begun = learner_lib.build(config, Duel.roles).state['second']
+    begun = learner_lib.build(config, prepare.load_policy, Duel.roles).state['second']
     chex.assert_trees_all_equal(second.actor, begun.actor)
     chex.assert_trees_all_equal(second.critic, begun.critic)
     config.serve.role = 'second'

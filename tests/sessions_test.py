@@ -190,7 +190,7 @@ class EpisodeScoreTest(absltest.TestCase):
     records = episodes_lib.to_records(self.rows, tokenizer, 1, 'train')
     again = list(map(Episode.from_dict, records))
     self.assertEqual(self.advantages(again), self.advantages(self.rows))
-    sampled = pipeline.to_json(pipeline.Sampled(1, 0, self.rows, {}))
+    sampled = pipeline.to_json(batching.Sampled(1, 0, self.rows, {}))
     restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
     self.assertEqual(self.advantages(restored), self.advantages(self.rows))
 

@@ -143,9 +143,6 @@ class SearchEnv:
     return observation, 0.0, False, False, info
 
 
-ENVIRONMENTS = {'search': SearchEnv}
-
-
 def parse_action(text: str) -> tuple[str, str]:
   """Returns the first complete action of a turn: ('search' | 'answer', its stripped content).
 

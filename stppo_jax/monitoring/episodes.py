@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import functools
 import json
 import os
@@ -148,20 +147,11 @@ def join_records(parts: Sequence[Records]) -> Records:
   return lambda: [record for part in parts for record in part()]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepMetrics:
-  """The metrics and per-token numbers of one optimizer step."""
-
-  rows: Any  # [b] numbers of the batch's rows, NumPy or jax
-  metrics: Mapping[str, Any]
-  tokens: Mapping[str, Any]  # ratio, clipped [b,T]
-
-
 def update_records(
-    sampled: pipeline.Sampled,
+    sampled: batching.Sampled,
     tokenizer: tokenizer_lib.Tokenizer,
     batch: types.TurnBatch,
-    steps: Sequence[StepMetrics],
+    steps: Sequence[types.StepMetrics],
     n: int,
     has_values: bool,
 ) -> Records:
@@ -184,7 +174,7 @@ def update_records(
 
 
 def batch_records(
-    sampled: pipeline.Sampled,
+    sampled: batching.Sampled,
     tokenizer: tokenizer_lib.Tokenizer,
     n: int,
     kind: str = 'train',

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 
 # Outcome -> meaning. If several apply, the last one counts.
@@ -47,7 +46,7 @@ def skipped_rows(rows: Sequence[Sequence[int]], is_skipped: Sequence[Any]) -> se
 
 
 def count_update(
-    parts: Sequence[tuple[Sequence[types.Episode], Sequence[episodes_lib.StepMetrics]]],
+    parts: Sequence[tuple[Sequence[types.Episode], Sequence[types.StepMetrics]]],
 ) -> dict[str, int]:
   """Returns the counts of an update, from the rows and the optimizer steps of each policy."""
   all_rows: list[types.Episode] = []

@@ -14,7 +14,6 @@ from absl import logging
 
 from stppo_jax import types
 from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import http
 from stppo_jax.retrieval import protocol
 
 LoadCorpus = Callable[[], Sequence[types.Passage]]
@@ -48,6 +47,8 @@ def make_dense(
 
 
 def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
+  from stppo_jax.retrieval import http
+
   del load_corpus  # the server has it
   http_settings = http.HttpSettings(
       settings.dialect,

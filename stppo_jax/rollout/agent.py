@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
-import functools
-import os
 import threading
 from typing import Any
 
@@ -19,19 +17,15 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
-from stppo_jax.envs import stepping
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import layout
+from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
-from stppo_jax.rollout import servers
 
 
 @dataclasses.dataclass
@@ -47,6 +41,7 @@ class Agent:
   greedy: Any  # evaluation's; shares the compiled programs
   report: engine.Report | None = None  # about the newest `play`
   run: Callable[..., engine.Report] = engine.run  # plays the sequences, see `episode.play`
+  batches: type[pipeline.Batches] = pipeline.Batches  # how a run plays its batches
 
   def play(
       self,
@@ -106,16 +101,6 @@ class Agent:
       hosts.raise_if_stopped(give_up)
     return episodes
 
-
-@dataclasses.dataclass
-class RemoteAgent(Agent):
-  """Turns parameters and questions into episodes, whose turns engines in other processes sample.
-
-  Its samplers exist while it is `opened`.
-  """
-
-  stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`
-
   @contextlib.contextmanager
   def opened(
       self,
@@ -125,90 +110,14 @@ class RemoteAgent(Agent):
       tasks: Sequence[types.Task],
       give_up: Callable[[], bool],
   ) -> Iterator[None]:
-    """Context manager of a run in `workdir`, whose policy `params` has had so many updates.
+    """Context manager of a run in `workdir`, whose policy `params` has had so many updates."""
+    del workdir, updates, params, tasks, give_up  # a sampler in this process has nothing to open
+    yield
 
-    Connects the engines, and compares their log-probs with those of the trainer.
-    """
-    rollout = self.config.rollout
-    model = dataclasses.replace(self.model, head='tokens')
-    has_adapters = self.config.model.lora_rank > 0
-    kind = rollout.engine_kind
-    sends_adapters = has_adapters and kind == 'vllm'
-    make_api = servers.VllmAdapterApi if sends_adapters else servers.APIS[kind]
-    root = rollout.engine_folder or os.path.join(workdir, 'weights')
-    folders = remote.WeightFolders(
-        hosts.by_writer(remote.folder_of_run, root, workdir),
-        first_version=updates,
-        num_versions=self.config.pipeline.staleness + 2,
-        write=functools.partial(_write, model, kind, has_adapters),
-    )
-    rows = self.env.rows_per_episode * (rollout.rows or self.config.train.episodes)
-    api = make_api(tuple(self.tokenizer.eos_ids))
-    # Engines look for stop strings in thoughts, too. Without them, `make_turn` alone cuts the turn.
-    stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
-    fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, give_up)
-    distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
-    self.sampler = remote.RemoteSampler(fleet, distribution)
-    self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
-    self._prompts = hosts.by_writer(self._probe_prompts, tasks)
-    self._score = jax.jit(functools.partial(_score, self.model))
-    with fleet:
-      self.check(params, at_start=True)
-      yield
-
-  def check(self, params: Any, at_start: bool = False) -> float | None:
-    """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
-    return remote.check_agreement(
-        self.sampler,
-        self.sampler.copy(params),
-        self._prompts,
-        lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
-        at_start,
-    )
-
-  def _probe_prompts(self, tasks):
-    """Returns the prompts of the first tasks."""
-    longest = episode_lib.longest_prompt(prepare.limits(self.config))
-    prompts = []
-    for task in tasks[: remote.NUM_PROBES]:
-      seed = task.seed or 0
-      guard = prepare.make_guard(self.config)
-      observation, info = stepping.reset(self.env(task, seed, guard), seed)
-      ids = episode_lib.first_prompt(self.tokenizer, observation, info)
-      prompts.append(ids[:longest])
-    return prompts
-
-
-def _score(model, params, tokens, temperature):
-  """Returns the log-probs of tokens [1,T] as the trainer computes them, for any length T.
-
-  The kernels of training take only the lengths of its bins, and run in its layout of rows.
-  """
-  model = dataclasses.replace(model, attention='plain', row_sharding=None)
-  x, _ = decoder.trunk(params, model, tokens)
-  logp, _ = decoder.token_logp(params, model, x, tokens, temperature)
-  return logp
-
-
-def _write(model, engine_kind, has_adapters, params, folder):
-  """Writes a folder of weights that an engine loads. All processes call it."""
-  if has_adapters and engine_kind == 'vllm':
-    adapters = hosts.fetch(lora.adapters(params))
-    if hosts.is_writer():
-      lora.save_peft(folder, adapters, model.lora_scale)
-    return
-  if has_adapters:
-    params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
-  if model.tie_embeddings and engine_kind == 'vllm':
-    model, params = decoder.untied(model, params)
-  convert.save_hf(folder, model, params, dtype=model.dtype)
-
-
-def with_engines(agent: Agent) -> RemoteAgent:
-  """Returns the agent of training with the engines of config.rollout.engine as its sampler."""
-  fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
-  fields['run'] = remote.run
-  return RemoteAgent(**fields, stop_table=agent.sampler.stop_table)
+  def gap(self, params: Any) -> float | None:
+    """Returns the mean |dlogp| of sampler and trainer with the same weights; None: not measured."""
+    del params
+    return None
 
 
 def make_agent(

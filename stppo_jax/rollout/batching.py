@@ -6,6 +6,7 @@ turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
 
 import collections
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +17,40 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
+
+
+@dataclasses.dataclass
+class Sampled:
+  """A batch of episodes that has not been trained on yet."""
+
+  number: int  # counts from 1; determines the questions and the random key
+  staleness: int  # updates between the parameters that sampled it and those that it trains
+  episodes: list[types.Episode]
+  measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsampled:
+  """A batch ahead that is still to be sampled."""
+
+  number: int
+  staleness: int
+  params: Any  # a `copy` of the parameters that are to sample it
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteWeights:
+  """A version of the policy, written for the engines."""
+
+  version: int  # updates of the policy
+  folder: str
+
+
+def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the random keys of a batch, on the CPU: (for sampling, for its mini-batches)."""
+  key = jax.random.fold_in(hosts.random_key(seed), number)
+  sampling_key, mini_batch_key = jax.random.split(key)
+  return sampling_key, mini_batch_key
 
 
 def to_turn_batch(

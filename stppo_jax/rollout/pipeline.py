@@ -28,30 +28,12 @@ from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import stepping
 from stppo_jax.retrieval import protocol
-from stppo_jax.rollout import allocation as allocation_lib
-from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import remote
-
-
-@dataclasses.dataclass
-class Sampled:
-  """A batch of episodes that has not been trained on yet."""
-
-  number: int  # counts from 1; determines the questions and the random key
-  staleness: int  # updates between the parameters that sampled it and those that it trains
-  episodes: list[types.Episode]
-  measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
-
-
-@dataclasses.dataclass(frozen=True)
-class Unsampled:
-  """A batch ahead that is still to be sampled."""
-
-  number: int
-  staleness: int
-  params: Any  # a `copy` of the parameters that are to sample it
+from stppo_jax.rollout.batching import batch_keys
+from stppo_jax.rollout.batching import RemoteWeights
+from stppo_jax.rollout.batching import Sampled
+from stppo_jax.rollout.batching import Unsampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +52,8 @@ class Batches:
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   rows_per_episode: int = 1
-  demonstrator: demonstrations.Demonstrator | None = None  # plays some rows of the groups
-  allocation: allocation_lib.Allocation | None = None  # None: all groups have the same size
+  demonstrator: Any = None  # demonstrations.Demonstrator, plays some rows of the groups
+  allocation: Any = None  # allocation.Allocation; None: all groups have the same size
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
@@ -233,40 +215,6 @@ class Batches:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteBatches(Batches):
-  """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
-
-  Sampling runs no computation on devices. So it can run in a thread during training, with any
-  number of devices and processes.
-  """
-
-  def sample(self, params: Any, number: int, staleness: int) -> Sampled:
-    """Plays the batch. Process 0 calls it, from any thread."""
-    with hosts.alone():
-      sampled = super().sample(params, number, staleness)
-    sampled.measured['engine/push_s'] = self.agent.sampler.fleet.take_push_s()
-    return sampled
-
-  def receive(self, wait: Callable[[], Sampled]) -> Sampled:
-    """Returns the batch that `wait` returns on process 0."""
-    if hosts.num_processes() == 1:
-      return wait()
-    return self.restored(hosts.by_writer(lambda: to_json(wait())))
-
-  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
-    """Calls `play_through` with the limits of this run, on process 0."""
-    if hosts.num_processes() == 1:
-      return super().until_answered(play)
-
-    def play_alone():
-      with hosts.alone():
-        episodes, replays = Batches.until_answered(self, play)
-      return [episode.to_dict() for episode in episodes], replays
-
-    records, replays = hosts.by_writer(play_alone)
-    return list(map(types.Episode.from_dict, records)), replays
-
-
 @dataclasses.dataclass(frozen=True)
 class _Round:
   """One round of sampling."""
@@ -320,13 +268,6 @@ def _mean_score(group):
 
 def _share_with_spread(groups):
   return sum(map(has_spread, groups)) / len(groups)
-
-
-def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the random keys of a batch, on the CPU: (for sampling, for its mini-batches)."""
-  key = jax.random.fold_in(hosts.random_key(seed), number)
-  sampling_key, mini_batch_key = jax.random.split(key)
-  return sampling_key, mini_batch_key
 
 
 class Pipeline:
@@ -418,7 +359,7 @@ class Pipeline:
 
 
 def _is_remote(batch):
-  return isinstance(batch, Unsampled) and isinstance(batch.params, remote.RemoteWeights)
+  return isinstance(batch, Unsampled) and isinstance(batch.params, RemoteWeights)
 
 
 @dataclasses.dataclass

@@ -41,6 +41,7 @@ import requests
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine as engine_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
@@ -73,14 +74,6 @@ _LARGEST_LOGP = 1e-3  # rounding may give a number above 0
 _MAX_CONNECTIONS = 1024
 _LABEL = re.compile('([0-9a-f]{8})-.*')  # the run, and the version of its weights
 _VERSION = re.compile(r'\d{6,}(\.partial)?')  # the name of a version's folder
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteWeights:
-  """A version of the policy, written for the engines."""
-
-  version: int  # updates of the policy
-  folder: str
 
 
 class BadLogprob(http_client.Temporary):
@@ -135,7 +128,7 @@ class RemoteEngine:
   def sample(
       self,
       request: servers.TurnRequest,
-      wanted: Callable[[], RemoteWeights],
+      wanted: Callable[[], batching.RemoteWeights],
       passes_on: bool = False,
   ) -> tuple[servers.TurnAnswer, int]:
     """Samples a turn with the weights that `wanted` returns; returns it with their version.
@@ -195,7 +188,7 @@ class RemoteEngine:
       if time.monotonic() - started > _PASS_ON_S:
         raise http_client.Temporary(f'{self.address} still loads weights', is_busy=True)
 
-  def ensure(self, weights: RemoteWeights) -> None:
+  def ensure(self, weights: batching.RemoteWeights) -> None:
     """Gives the engine these weights unless it has them. No turn may start meanwhile.
 
     An engine without requests for _IDLE_S may have been started again, and is asked for its
@@ -326,15 +319,15 @@ class WeightFolders:
     self._versions = itertools.count(first_version)
     self._num_versions = num_versions
     self._write = write
-    self._written: list[RemoteWeights] = []
+    self._written: list[batching.RemoteWeights] = []
     self._leaves: list[jax.Array] = []  # leaves of the parameters of the newest version
 
   @property
-  def newest(self) -> RemoteWeights:
+  def newest(self) -> batching.RemoteWeights:
     """The version that was written last."""
     return self._written[-1]
 
-  def copy(self, params: Any) -> RemoteWeights:
+  def copy(self, params: Any) -> batching.RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
 
     All processes call it. The folder appears complete, under its final name.
@@ -345,7 +338,7 @@ class WeightFolders:
       return self.newest
     self._leaves = leaves
     version = next(self._versions)
-    weights = RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
+    weights = batching.RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
     partial_folder = weights.folder + '.partial'
     self._write(params, partial_folder)
     if hosts.is_writer():
@@ -440,7 +433,9 @@ class Fleet:
       raise types.Stopped
     return False
 
-  def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
+  def sample(
+      self, request: servers.TurnRequest, weights: batching.RemoteWeights, index: int
+  ) -> types.Turn:
     """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
 
     Raises a RunError if none has answered any turn for settings.engine_outage_s.
@@ -461,7 +456,7 @@ class Fleet:
       self,
       engines: Sequence[RemoteEngine],
       request: servers.TurnRequest,
-      weights: RemoteWeights,
+      weights: batching.RemoteWeights,
       silent_s: float,
       failing_s: float,
   ) -> types.Turn:
@@ -520,9 +515,9 @@ class RemoteSampler:
   fleet: Fleet
   distribution: sampling.Distribution
 
-  def copy(self, params: Any) -> RemoteWeights:
+  def copy(self, params: Any) -> batching.RemoteWeights:
     """Returns the policy as the engines read it."""
-    if isinstance(params, RemoteWeights):
+    if isinstance(params, batching.RemoteWeights):
       return params
     return self.fleet.folders.copy(params)
 
@@ -533,7 +528,7 @@ class RemoteSampler:
 
 def run(
     sampler: RemoteSampler,
-    weights: RemoteWeights,
+    weights: batching.RemoteWeights,
     prompts: Sequence[env_pool.Prompt],
     keys: jax.Array,
     respond: Callable[[list[env_pool.TurnCompletion]], list[env_pool.Prompt]],
@@ -650,7 +645,7 @@ def make_turn(
 
 def check_agreement(
     sampler: RemoteSampler,
-    weights: RemoteWeights,
+    weights: batching.RemoteWeights,
     prompts: Sequence[Sequence[int]],
     score: Callable[[np.ndarray, float], np.ndarray],
     at_start: bool = True,

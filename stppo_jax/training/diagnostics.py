@@ -5,14 +5,12 @@ functions of `update` call the functions of batches and steps, and add gradient 
 steps. `update_summary` takes means on the host. Metrics of single roles are made here, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +23,9 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import Variant
+from stppo_jax.rollout import batching
+from stppo_jax.training import packing
 from stppo_jax.training.state import Spec
-
-if TYPE_CHECKING:
-  from stppo_jax.training import learner
 
 # A step is skipped if one of these is not finite.
 _DECISIVE = (
@@ -280,7 +277,23 @@ def _by_role(batch):
 # --- Of an update, on the host --------------------------------------------------------------------
 
 
-def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, float]:
+class PolicyUpdate(NamedTuple):
+  """What an update of one policy was computed from, and what it measured."""
+
+  policy: str  # its name, see `Learners`
+  episodes: list[types.Episode]  # in the order of the batch's rows
+  batch: types.TurnBatch
+  steps: list[packing.Step]
+  metrics: dict[str, float]  # the batch's numbers
+  step_metrics: list[types.StepMetrics]  # one per optimizer step
+
+  @property
+  def has_tokens(self) -> bool:
+    """Whether anything was trained on: a role may never have moved."""
+    return any(map(batching.trained_length, self.episodes))
+
+
+def update_summary(policy_updates: Sequence[PolicyUpdate]) -> dict[str, float]:
   """Returns the metrics of an update: means over its policies and their optimizer steps.
 
   The factor by which the division changed a step is also given as largest, smallest and per step,

@@ -6,6 +6,7 @@ actor and critic that start from the same folder share one base, loaded once.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -22,17 +23,16 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline as pipeline_lib
-from stppo_jax.rollout import prepare
+from stppo_jax.training import diagnostics
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
-from stppo_jax.training import teacher as teacher_lib
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
+
+# Context manager of the seconds of a phase, see `timing.Timing`.
+Timing = Callable[[str], contextlib.AbstractContextManager]
 
 
 class Models(typing.NamedTuple):
@@ -51,22 +51,6 @@ class DealtRows(typing.NamedTuple):
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
   steps: list[packing.Step]
-
-
-class PolicyUpdate(typing.NamedTuple):
-  """What an update of one policy was computed from, and what it measured."""
-
-  policy: str  # its name, see `Learners`
-  episodes: list[types.Episode]  # in the order of the batch's rows
-  batch: types.TurnBatch
-  steps: list[packing.Step]
-  metrics: dict[str, float]  # the batch's numbers
-  step_metrics: list[episodes_lib.StepMetrics]  # one per optimizer step
-
-  @property
-  def has_tokens(self) -> bool:
-    """Whether anything was trained on: a role may never have moved."""
-    return any(map(batching.trained_length, self.episodes))
 
 
 @dataclasses.dataclass
@@ -88,7 +72,7 @@ class Learners:
     bins: how a batch is dealt out to optimizer steps.
     states: {'': the state that is trained on all rows}, or {role: the state of its rows}.
     seed: the seed of the run.
-    teacher: the server that scores the tokens; None: there is none.
+    teacher: the `teacher.TeacherServer` that scores the tokens; None: there is none.
   """
 
   spec: state_lib.Spec
@@ -98,7 +82,7 @@ class Learners:
   bins: packing.Bins
   states: dict[str, TrainState]
   seed: int
-  teacher: teacher_lib.TeacherServer | None = None
+  teacher: Any = None
 
   @property
   def state(self) -> Any:
@@ -150,12 +134,12 @@ class Learners:
       skipped = jnp.zeros_like(state.skipped)
       self.states[name] = dataclasses.replace(state, skipped=skipped)
 
-  def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> list[PolicyUpdate]:
+  def update(self, sampled: batching.Sampled, timing: Timing) -> list[diagnostics.PolicyUpdate]:
     """Trains each policy on its rows of the batch.
 
     The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
-    _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
+    _, key = batching.batch_keys(self.seed, sampled.number)
     dealt = {}
     with timing('old_log_prob'):
       for name in self.states:
@@ -203,7 +187,7 @@ class Learners:
     with timing('update_actor'):
       for step in steps:
         state, step_metrics, tokens = functions.update_step(state, frozen, batch, step)
-        one_step = episodes_lib.StepMetrics(step.rows, step_metrics, tokens)
+        one_step = types.StepMetrics(step.rows, step_metrics, tokens)
         measured.append(one_step)
       for i, one_step in enumerate(measured):
         host_metrics = jax.device_get(one_step.metrics)
@@ -216,17 +200,24 @@ class Learners:
         state = dataclasses.replace(
             state, actor=state.previous_actor, previous_actor=previous_actor
         )
-    return state, PolicyUpdate(name, rows, batch, steps, metrics, measured)
+    return state, diagnostics.PolicyUpdate(name, rows, batch, steps, metrics, measured)
 
 
 def _one_or_list(values):
   return values[0] if len(values) == 1 else values
 
 
-def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
+def build(
+    config: Config,
+    load_policy: Callable,
+    policies: Sequence[str] = ('',),
+    pad_id: int = 0,
+    teacher: Any = None,
+) -> Learners:
   """Loads the weights; returns the learners of these policies. Compiles nothing.
 
-  All policies start from the same weights.
+  All policies start from the same weights. `load_policy` is `prepare.load_policy`, and `teacher` is
+  a `teacher.TeacherServer`, if there is one.
   """
   variant = objective.make_variant(config)
   mesh = sharding.mesh_of(config.mesh)
@@ -239,7 +230,7 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
 
   def load_model(config, head, folder=None, memory_kind=None):
     shardings = place(memory_kind)
-    return prepare.load_policy(config, head, folder, shardings, variant.value_labels)
+    return load_policy(config, head, folder, shardings, variant.value_labels)
 
   def make(function):
     shapes = jax.eval_shape(function)
@@ -254,10 +245,6 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
   models = load(config, variant, load_model, make)
   device = mesh.devices.flat[0]
   spec, frozen = complete(config, variant, models, device, load_model, copy)
-  server = None
-  if config.teacher.address:
-    options = config.teacher
-    server = teacher_lib.TeacherServer(options.address, options.model, options.max_outage_s)
   state = state_lib.create_sharded(spec, models.actor, models.critic, mesh, offloaded)
   compiled = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = packing.Bins(
@@ -275,7 +262,7 @@ def build(config: Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> L
   for name in policies[1:]:
     states[name] = jax.tree.map(jnp.copy, state)
   seed = config.seed
-  return Learners(spec, frozen, mesh, compiled, bins, states, seed, server)
+  return Learners(spec, frozen, mesh, compiled, bins, states, seed, teacher)
 
 
 def load(config: Config, variant: Variant, load_model: Callable, make: Callable) -> Models:

@@ -25,6 +25,7 @@ from stppo_jax.algorithms.variant import Variant
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
@@ -33,7 +34,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
-Ahead = pipeline_lib.Sampled | pipeline_lib.Unsampled
+Ahead = batching.Sampled | batching.Unsampled
 _SHARED = 'give a --workdir that all processes share'
 
 
@@ -211,7 +212,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
       copies = self.restore_copies(newest, like, num_copies)
     for record in unsampled:
       params = copies[record['copy']]
-      ahead.append(pipeline_lib.Unsampled(record['number'], record['staleness'], params))
+      ahead.append(batching.Unsampled(record['number'], record['staleness'], params))
     ahead.sort(key=lambda batch: batch.number)
     return progress, ahead
 
@@ -227,7 +228,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
     sampled = []
     unsampled = []
     for batch in ahead:
-      if isinstance(batch, pipeline_lib.Sampled):
+      if isinstance(batch, batching.Sampled):
         sampled.append(pipeline_lib.to_json(batch))
         continue
       copies[id(batch.params)] = batch.params

@@ -35,8 +35,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import allocation as allocation_lib
-from stppo_jax.rollout import demonstrations
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
@@ -46,7 +45,6 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
-from stppo_jax.training import teacher
 from stppo_jax.trajectories import saved
 
 
@@ -124,18 +122,34 @@ def setup(config: Config) -> Parts:
   prepare.check_prompts(config, prepared, held_out)
   tasks_lib.warn_of_overlap(tasks, held_out)
   if config.rollout.demonstrations:
+    from stppo_jax.rollout import demonstrations
+
     source = demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
     demonstrations.check_tasks(config.rollout.demonstrations, source, prepared.env, tasks)
   if config.teacher.folder:
     prepare.check_teacher(config, prepared.tokenizer)
-  if config.teacher.address:
-    server = teacher.TeacherServer(config.teacher.address, config.teacher.model)
-    hosts.by_writer(server.check, prepared.tokenizer, config.rollout.max_total)
-  learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
+  server = _make_teacher(config, prepared.tokenizer)
+  learners = learner_lib.build(
+      config, prepare.load_policy, prepared.policies, prepared.tokenizer.pad_id, server
+  )
   agent = components.make_agent(config, learners.spec.actor, learners.mesh, prepared)
   if config.rollout.engine:
-    agent = agent_lib.with_engines(agent)
+    from stppo_jax.rollout import engines  # the client of engines
+
+    agent = engines.with_engines(agent)
   return Parts(config, agent, learners, tasks, held_out)
+
+
+def _make_teacher(config, tokenizer):
+  """Makes the client of config.teacher.address, and checks the server; None without one."""
+  options = config.teacher
+  if not options.address:
+    return None
+  from stppo_jax.training import teacher
+
+  server = teacher.TeacherServer(options.address, options.model, options.max_outage_s)
+  hosts.by_writer(server.check, tokenizer, config.rollout.max_total)
+  return server
 
 
 def make_batches(
@@ -153,9 +167,7 @@ def make_batches(
   group_size = config.rollout.group_size
   if hasattr(agent.retriever, 'give_up'):
     agent.retriever.give_up = give_up
-  is_remote = isinstance(agent, agent_lib.RemoteAgent)
-  kind = pipeline_lib.RemoteBatches if is_remote else pipeline_lib.Batches
-  return kind(
+  return agent.batches(
       agent,
       policy,
       tasks_lib.TaskStream(tasks, config.train.episodes // group_size, config.seed),
@@ -183,7 +195,9 @@ def _make_allocation(config, env):
         f'config.rollout.allocation={rollout.allocation!r} reads one score of an episode, and each '
         'role of this environment has its own: set it to even'
     )
-  return allocation_lib.Allocation(
+  from stppo_jax.systems import dars
+
+  return dars.Allocation(
       rule=rollout.allocation,
       first_rows=rollout.first_rows or rollout.group_size // 2,
       max_rows=rollout.max_group or 4 * rollout.group_size,
@@ -195,6 +209,8 @@ def _make_demonstrator(config, agent, give_up):
   rollout = config.rollout
   if not rollout.demonstrations:
     return None
+  from stppo_jax.rollout import demonstrations
+
   return demonstrations.Demonstrator(
       source=demonstrations.load(rollout.demonstrations, agent.tokenizer),
       env=agent.env,
@@ -248,11 +264,10 @@ def open_run(
     resources.enter_context(checkpoints)
     progress, ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
-    if isinstance(parts.agent, agent_lib.RemoteAgent):
-      policy = learners.policy(learners.actor)
-      engines = parts.agent.opened(workdir, first, policy, parts.tasks, give_up)
-      resources.enter_context(engines)
-      del policy, engines
+    policy = learners.policy(learners.actor)
+    opened = parts.agent.opened(workdir, first, policy, parts.tasks, give_up)
+    resources.enter_context(opened)
+    del policy, opened
     journal = journal_lib.Journal(
         workdir,
         dataclasses.asdict(config),
@@ -330,7 +345,7 @@ class Run:
   before_update: Callable[[int], None]  # is called with the number of updates done
   timing: timing_lib.Timing  # seconds of each phase of the update in progress
   is_stopped: bool = False
-  sampled: pipeline_lib.Sampled | None = None  # the batch of an update that is not done
+  sampled: batching.Sampled | None = None  # the batch of an update that is not done
   records: episodes_lib.Records = list
   scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
 
@@ -384,7 +399,7 @@ class Run:
       self.checkpoints.note_score(n, self.progress.score)  # from now on it is not repeated
       self.journal.warn(n, alarms)
 
-  def sample(self, n: int) -> pipeline_lib.Sampled:
+  def sample(self, n: int) -> batching.Sampled:
     """Returns the batch of update n: tasks, and the episodes that the agent played on them.
 
     Choice: a rollback passes over batches, so the number of a batch is not always n.
@@ -395,10 +410,7 @@ class Run:
       return self.sampled
 
   def measure(
-      self,
-      n: int,
-      sampled: pipeline_lib.Sampled,
-      policy_updates: Sequence[learner_lib.PolicyUpdate],
+      self, n: int, sampled: batching.Sampled, policy_updates: Sequence[diagnostics.PolicyUpdate]
   ) -> dict[str, float]:
     """Returns the metrics of update n and writes its episodes.
 
@@ -474,9 +486,7 @@ class Run:
         )
 
       episodes, _ = self.batches.until_answered(play)
-      gap = None
-      if isinstance(self.parts.agent, agent_lib.RemoteAgent):
-        gap = self.parts.agent.check(self.learners.policy(self.learners.actor))
+      gap = self.parts.agent.gap(self.learners.policy(self.learners.actor))
       scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
     self.journal.log_evaluation(n, scores, episodes, self.parts.agent.tokenizer)

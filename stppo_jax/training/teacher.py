@@ -128,11 +128,11 @@ class TeacherServer:
     with futures.ThreadPoolExecutor(_THREADS, 'teacher') as pool:
       calls = [pool.submit(self.row_logp, row) for row in rows]
       done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
-      errors = [call.exception() for call in done if call.exception() is not None]
-      if errors:
-        self._is_over = True
-        pool.shutdown(cancel_futures=True)
-        raise errors[0]
+      for call in done:
+        if call.exception() is not None:
+          self._is_over = True
+          pool.shutdown(cancel_futures=True)
+          call.result()  # raises the error
     return [call.result() for call in calls]
 
   def _logp(self, prompt: dict[str, Any], tokens: Sequence[int]) -> list[float] | None:

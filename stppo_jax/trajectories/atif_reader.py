@@ -31,7 +31,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import batching
 from stppo_jax.serving import template as template_lib
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
@@ -417,13 +417,13 @@ def _own_batches(own):
           'two trajectories are the same line of a file: import those of one run at a time'
       )
     by_place[place] = one
-  files: dict[File, pipeline.Sampled] = {}
+  files: dict[File, batching.Sampled] = {}
   for kind, step, row in sorted(by_place):
     episode, record = by_place[kind, step, row]
     if (kind, step) not in files:
       number = record.get('batch', step)
       staleness = record.get('staleness', 0)
-      files[kind, step] = pipeline.Sampled(number, staleness, [], measured={})
+      files[kind, step] = batching.Sampled(number, staleness, [], measured={})
     files[kind, step].episodes.append(episode)
   return files
 
@@ -434,7 +434,7 @@ def _last_batch(files):
 
 def _new_batches(documents, size, first):
   """Returns batches of `size` documents each, with numbers from `first` on."""
-  files: dict[File, pipeline.Sampled] = {}
+  files: dict[File, batching.Sampled] = {}
   for number, start in enumerate(range(0, len(documents), size), first):
     groups: dict[str, int] = {}
     rows: list[types.Episode] = []
@@ -443,5 +443,5 @@ def _new_batches(documents, size, first):
         episode.group = groups.setdefault(episode.task.id, len(groups))
         episode.number = index
         rows.append(episode)
-    files['train', number] = pipeline.Sampled(number, 0, rows, measured={})
+    files['train', number] = batching.Sampled(number, 0, rows, measured={})
   return files

@@ -20,7 +20,6 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline
 
 KINDS = ('train', 'eval', 'nonfinite')  # a run writes KIND_000001.jsonl, ..
 _NAME = re.compile(r'train_(\d{6,})\.jsonl')
@@ -69,7 +68,7 @@ def check_has(folder: str, updates: int) -> None:
     )
 
 
-def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> pipeline.Sampled:
+def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> batching.Sampled:
   """Reads a batch. UserError: another format, or ids of another tokenizer."""
   records = read_records(path)
   try:
@@ -89,7 +88,7 @@ def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> pipeline.Sampled:
         f'{path} does not hold the episodes of a batch ({type(error).__name__}: {error}): give the '
         'folder `episodes` of a run of this version'
     ) from error
-  return pipeline.Sampled(number, first.get('staleness', 0), episodes, measured={})
+  return batching.Sampled(number, first.get('staleness', 0), episodes, measured={})
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
@@ -115,7 +114,7 @@ class Replay:
   needs_groups: bool = False  # the objective compares the episodes of a group
   needs_routes: bool = False  # the update replays the experts that the sampler chose
 
-  def __call__(self, number: int) -> pipeline.Sampled:
+  def __call__(self, number: int) -> batching.Sampled:
     """Returns batch `number`."""
     path = path_of(self.folder, number)
     sampled = read(path, self.tokenizer)

@@ -1,0 +1,173 @@
+"""Runs whose turns are sampled by engines in other processes: the agent and the batches.
+
+Only a run with config.rollout.engine imports this module.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.distributed import hosts
+from stppo_jax.envs import stepping
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import lora
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
+from stppo_jax.rollout import remote
+from stppo_jax.rollout import sampling
+from stppo_jax.rollout import servers
+
+
+class RemoteBatches(pipeline.Batches):
+  """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
+
+  Sampling runs no computation on devices. So it can run in a thread during training, with any
+  number of devices and processes.
+  """
+
+  def sample(self, params: Any, number: int, staleness: int) -> batching.Sampled:
+    """Plays the batch. Process 0 calls it, from any thread."""
+    with hosts.alone():
+      sampled = super().sample(params, number, staleness)
+    sampled.measured['engine/push_s'] = self.agent.sampler.fleet.take_push_s()
+    return sampled
+
+  def receive(self, wait: Callable[[], batching.Sampled]) -> batching.Sampled:
+    """Returns the batch that `wait` returns on process 0."""
+    if hosts.num_processes() == 1:
+      return wait()
+    return self.restored(hosts.by_writer(lambda: pipeline.to_json(wait())))
+
+  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
+    """Calls `play_through` with the limits of this run, on process 0."""
+    if hosts.num_processes() == 1:
+      return super().until_answered(play)
+
+    def play_alone():
+      with hosts.alone():
+        episodes, replays = pipeline.Batches.until_answered(self, play)
+      return [episode.to_dict() for episode in episodes], replays
+
+    records, replays = hosts.by_writer(play_alone)
+    return list(map(types.Episode.from_dict, records)), replays
+
+
+@dataclasses.dataclass
+class RemoteAgent(agent_lib.Agent):
+  """Turns parameters and questions into episodes, whose turns engines in other processes sample.
+
+  Its samplers exist while it is `opened`.
+  """
+
+  stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`
+
+  @contextlib.contextmanager
+  def opened(
+      self,
+      workdir: str,
+      updates: int,
+      params: Any,
+      tasks: Sequence[types.Task],
+      give_up: Callable[[], bool],
+  ) -> Iterator[None]:
+    """Context manager of a run in `workdir`, whose policy `params` has had so many updates.
+
+    Connects the engines, and compares their log-probs with those of the trainer.
+    """
+    rollout = self.config.rollout
+    model = dataclasses.replace(self.model, head='tokens')
+    has_adapters = self.config.model.lora_rank > 0
+    kind = rollout.engine_kind
+    sends_adapters = has_adapters and kind == 'vllm'
+    make_api = servers.VllmAdapterApi if sends_adapters else servers.APIS[kind]
+    root = rollout.engine_folder or os.path.join(workdir, 'weights')
+    folders = remote.WeightFolders(
+        hosts.by_writer(remote.folder_of_run, root, workdir),
+        first_version=updates,
+        num_versions=self.config.pipeline.staleness + 2,
+        write=functools.partial(_write, model, kind, has_adapters),
+    )
+    rows = self.env.rows_per_episode * (rollout.rows or self.config.train.episodes)
+    api = make_api(tuple(self.tokenizer.eos_ids))
+    # Engines look for stop strings in thoughts, too. Without them, `make_turn` alone cuts the turn.
+    stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
+    fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, give_up)
+    distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
+    self.sampler = remote.RemoteSampler(fleet, distribution)
+    self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
+    self._prompts = hosts.by_writer(self._probe_prompts, tasks)
+    self._score = jax.jit(functools.partial(_score, self.model))
+    with fleet:
+      self._check(params, at_start=True)
+      yield
+
+  def gap(self, params: Any) -> float | None:
+    """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
+    return self._check(params)
+
+  def _check(self, params, at_start=False):
+    return remote.check_agreement(
+        self.sampler,
+        self.sampler.copy(params),
+        self._prompts,
+        lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
+        at_start,
+    )
+
+  def _probe_prompts(self, tasks):
+    """Returns the prompts of the first tasks."""
+    longest = episode_lib.longest_prompt(prepare.limits(self.config))
+    prompts = []
+    for task in tasks[: remote.NUM_PROBES]:
+      seed = task.seed or 0
+      guard = prepare.make_guard(self.config)
+      observation, info = stepping.reset(self.env(task, seed, guard), seed)
+      ids = episode_lib.first_prompt(self.tokenizer, observation, info)
+      prompts.append(ids[:longest])
+    return prompts
+
+
+def _score(model, params, tokens, temperature):
+  """Returns the log-probs of tokens [1,T] as the trainer computes them, for any length T.
+
+  The kernels of training take only the lengths of its bins, and run in its layout of rows.
+  """
+  model = dataclasses.replace(model, attention='plain', row_sharding=None)
+  x, _ = decoder.trunk(params, model, tokens)
+  logp, _ = decoder.token_logp(params, model, x, tokens, temperature)
+  return logp
+
+
+def _write(model, engine_kind, has_adapters, params, folder):
+  """Writes a folder of weights that an engine loads. All processes call it."""
+  if has_adapters and engine_kind == 'vllm':
+    adapters = hosts.fetch(lora.adapters(params))
+    if hosts.is_writer():
+      lora.save_peft(folder, adapters, model.lora_scale)
+    return
+  if has_adapters:
+    params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
+  if model.tie_embeddings and engine_kind == 'vllm':
+    model, params = decoder.untied(model, params)
+  convert.save_hf(folder, model, params, dtype=model.dtype)
+
+
+def with_engines(agent: agent_lib.Agent) -> RemoteAgent:
+  """Returns the agent of training with the engines of config.rollout.engine as its sampler."""
+  fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
+  fields['run'] = remote.run
+  fields['batches'] = RemoteBatches
+  return RemoteAgent(**fields, stop_table=agent.sampler.stop_table)
