@@ -266,9 +266,11 @@ class RoundTripTest(parameterized.TestCase):
 
   def test_tools_of_the_run_are_calls(self):
     said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    self.assertEqual(atif_writer._calls('tool', said, 'hermes'), [tool_calls.Call('add', {'a': 1})])
-    self.assertEqual(atif_writer._calls('answer', said, 'hermes'), [])
-    self.assertEqual(atif_writer._calls('tool', 'no call', 'hermes'), [])
+    self.assertEqual(
+        atif_writer._calls('tool', said, 'hermes', False), [tool_calls.Call('add', {'a': 1})]
+    )
+    self.assertEqual(atif_writer._calls('answer', said, 'hermes', False), [])
+    self.assertEqual(atif_writer._calls('tool', 'no call', 'hermes', False), [])
 
 
 class ReaderTest(parameterized.TestCase):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import signal
 from unittest import mock
 
 from absl.testing import absltest
@@ -73,7 +74,7 @@ class ChatTest(parameterized.TestCase):
     def interrupted(*args, **kwargs):
       calls.append(args)
       if len(calls) == 1:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
       return step(*args, **kwargs)
 
     with mock.patch.object(chat.ShownEnv, 'step', interrupted):

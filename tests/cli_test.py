@@ -86,7 +86,10 @@ MISTAKES = {
     'missing config file, other spelling': (['--config', 'nowhere.py'], ['nowhere.py']),
     'config file with an error': (['--config={tmp}/broken.py'], ['undefined_name']),
     'misspelt flag': (['--wrokdir=x'], ['wrokdir', 'workdir']),
-    'wrong mode': (['--mode=trian'], ['trian: there is no such mode', 'mean train', 'train, eval']),
+    'wrong mode': (
+        ['--mode=trian'],
+        ['trian: there is no such mode', 'mean train', 'train, sft, eval'],
+    ),
     'wrong word': (['evla'], ['evla: there is no such mode', 'mean eval']),
     'a word too many': (
         ['eval', 'runs/a'],
@@ -426,10 +429,6 @@ class MainTest(parameterized.TestCase):
     lines = path.read_text(encoding='utf-8').splitlines()
     lines[number - 1] = line
     path.write_text('\n'.join(lines), encoding='utf-8')
-
-  def test_question_without_answers(self):
-    self.edit('qa.jsonl', 3, json.dumps({'id': 'x', 'question': 'Which?', 'split': 'train'}))
-    self.refused('qa.jsonl:3', "'answers'", 'missing')
 
   def test_passage_that_is_no_json(self):
     self.edit('corpus.jsonl', 2, '{"id": "x", "title"')

@@ -123,7 +123,7 @@ class OwnDataTest(PreflightCase):
     config.data.source, config.data.eval_split = source, 'test'
     self.refused(config, 'datasets names elements, geo', "('nq',)", '"()" keeps all')
     config.data.datasets = ()
-    self.refused(config, 'train.parquet', 'passages are needed', '--config.data.corpus')
+    self.refused(config, 'train.parquet', 'no passages come with them', '--config.data.corpus')
 
 
 class BeforeWeightsTest(PreflightCase):

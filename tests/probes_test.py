@@ -32,7 +32,6 @@ from research.toy import training as toy
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
-from stppo_jax.systems import hl_gauss
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -160,7 +159,7 @@ def _train(variant, probe, observations, chances):
     ref_logp = _log_probs(actor, batch.tokens, states)[0] * mask
     values = jnp.zeros_like(logp)
     if spec.critic is not None:
-      values = hl_gauss.values(state.critic['table'][states], variant) * mask
+      values = variant.value_head.values(state.critic['table'][states], variant) * mask
     batch = dataclasses.replace(
         batch,
         old_logp=logp,

@@ -31,6 +31,7 @@ from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
 
 
+@dataclasses.dataclass(frozen=True)
 class RemoteBatches(pipeline.Batches):
   """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
 

@@ -215,7 +215,6 @@ class Batches:
 
 
 @dataclasses.dataclass(frozen=True)
-@dataclasses.dataclass(frozen=True)
 class _Round:
   """One round of sampling."""
 

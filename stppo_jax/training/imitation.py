@@ -36,6 +36,7 @@ from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import tool_calls
 from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -114,8 +115,9 @@ def load_pools(config: Config) -> Pools:
   tokenizer = prepare.load_tokenizer(config, env.frame)
   shape = prepare.load_shape(config)
   tokenizer_lib.check_matches(tokenizer, shape.vocab_size)
+  tool_form = tool_calls.form_name(config.serve.tool_form, tokenizer.template)
   renderer = conversations.Renderer(
-      tokenizer, config.rollout.max_observation, config.serve.tool_form, tuple(env.stop_strings)
+      tokenizer, config.rollout.max_observation, tool_form, tuple(env.stop_strings)
   )
   longest = min(config.train.length_buckets[-1], shape.max_positions)
   by_split: dict[str, list[sft.Demonstration]] = {'train': [], 'held out': []}
