@@ -284,6 +284,10 @@ class ClientBody(http_server.Body):
   @classmethod
   def _drop_neutral(cls, fields: dict[str, Any]) -> dict[str, Any]:
     """Drops null, and unknown fields that change no answer."""
+    reads_ids = fields.get('return_token_ids') is True
+    if reads_ids and fields.get('skip_special_tokens') is False:
+      # Engines' clients ask for whole texts and read the ids, which hold every token here.
+      fields = {**fields, 'skip_special_tokens': None}
     return {
         name: value
         for name, value in fields.items()

@@ -21,6 +21,7 @@ from stppo_jax.cli import entry
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -108,7 +109,7 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   return run_lib.Parts(config, Agent(slow_s), learners, tasks, held_out)
 
 
-class Agent:
+class Agent(agent_lib.Agent):
   """Plays without a model: one turn of a few tokens."""
 
   def __init__(self, slow_s):
