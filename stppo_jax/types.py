@@ -70,12 +70,12 @@ def parse_json(text: str | bytes) -> Any:
   return without_surrogates(value) if _SURROGATE.search(text) else value
 
 
-def without_surrogates(value: T) -> T:
+def without_surrogates(value: Any) -> Any:
   """Replaces lone surrogates, which JSON can hold and UTF-8 cannot, by '?' in all texts of a value.
 
   Values of JSON, tuples, tasks and passages are searched for texts.
   """
-  clean: Any = value
+  clean = value
   if isinstance(value, str):
     clean = value if value.isascii() else value.encode('utf-8', 'replace').decode('utf-8')
   elif type(value) is dict:

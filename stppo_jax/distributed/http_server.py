@@ -212,7 +212,7 @@ class HttpApp:
     except TimeoutError:
       raise RequestError(408, f'no complete body within {limits.body_timeout_s} s') from None
     try:
-      fields = types.parse_json(body)
+      fields = types.parse_json(bytes(body))
     except (ValueError, RecursionError) as error:
       raise RequestError(400, f'the body is not JSON ({type(error).__name__})') from None
     if not isinstance(fields, dict):

@@ -112,7 +112,7 @@ class CommandProgram(program_lib.Program):
 
   def start(self, task: types.Task, base_url: str, model: str) -> Process:
     """Starts one episode."""
-    return self.function(dataclasses.asdict(task), base_url, model)  # type: ignore[return-value]
+    return self.function(dataclasses.asdict(task), base_url, model)
 
 
 def make_factory(

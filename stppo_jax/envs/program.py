@@ -28,7 +28,7 @@ PREFIX = 'gateway'  # `env.kind` starts with it
 class Program:
   """An agent program. Called with a task, it makes a stand-in for the environment."""
 
-  function: Callable[..., float | None | Awaitable[float | None]]
+  function: Callable[..., Any]  # returns a reward or None, or a coroutine of one
   options: Mapping[str, Any]
   reward: rewards.Reward  # scores the answer if the program returns None
 
