@@ -24,7 +24,6 @@ from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import validation
 from stppo_jax.config import Config
-from stppo_jax.envs import commands
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import rewards
@@ -178,7 +177,7 @@ def plugin_names(config: Config) -> dict[str, str]:
     for i, name in enumerate(value if is_tuple else (value,)):
       if not isinstance(name, str) or ':' not in name:
         continue
-      if path == 'env.kind' and name.startswith(commands.PREFIX):  # started, not imported
+      if path == 'env.kind' and name.startswith(program.COMMAND_PREFIX):  # started, not imported
         continue
       is_file = path in _MAY_BE_FILES and os.path.exists(name)  # read, not imported
       prefix = name.partition(':')[0]
@@ -200,7 +199,9 @@ def plugin_digests(config: Config) -> dict[str, str]:
     source = getattr(module, '__file__', None)
     if source:
       digests[field] = _digest(source)
-  if config.env.kind.startswith(commands.PREFIX):
+  if config.env.kind.startswith(program.COMMAND_PREFIX):
+    from stppo_jax.envs import commands
+
     scripts = map(_digest, commands.files(config.env.kind))
     if joined := ' '.join(scripts):
       digests['env.kind'] = joined
@@ -217,7 +218,9 @@ def _digest(path: str) -> str:
 def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.EnvFactory:
   env = config.env
   prefix, _, rest = env.kind.partition(':')
-  if env.kind.startswith(commands.PREFIX):
+  if env.kind.startswith(program.COMMAND_PREFIX):
+    from stppo_jax.envs import commands
+
     return commands.make_factory(env.kind, env.options, available['reward'])
   if prefix == program.PREFIX:
     function = plugins.load('env.kind', rest, {})

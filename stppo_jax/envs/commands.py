@@ -24,7 +24,6 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
 
-PREFIX = f'{program_lib.PREFIX}:command:'  # `env.kind` starts with it
 _END_S = 15.0  # after this time the keeper itself is killed
 _MAX_LOG = 4000  # characters of standard error in an episode's record
 _MAX_SHOWN = 200  # characters of standard error in an error
@@ -134,12 +133,13 @@ def make_factory(
 def split(kind: str) -> list[str]:
   """Returns the words of the command. UserError: there is none, or no such program."""
   try:
-    words = shlex.split(kind.removeprefix(PREFIX))
+    words = shlex.split(kind.removeprefix(program_lib.COMMAND_PREFIX))
   except ValueError as error:
     raise types.UserError(f'config.env.kind={kind!r}: {error}: quote it as in a shell') from error
   if not words or '\0' in kind:
     raise types.UserError(
-        f'config.env.kind={kind!r} names no command: give one, as in {PREFIX}node agent.mjs'
+        f'config.env.kind={kind!r} names no command: give one, as in '
+        f'{program_lib.COMMAND_PREFIX}node agent.mjs'
     )
   if shutil.which(words[0]) is None:
     raise types.UserError(

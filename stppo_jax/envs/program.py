@@ -22,6 +22,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
 PREFIX = 'gateway'  # `env.kind` starts with it
+COMMAND_PREFIX = f'{PREFIX}:command:'  # see commands.py
 
 
 @dataclasses.dataclass(frozen=True)

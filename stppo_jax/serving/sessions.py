@@ -178,7 +178,7 @@ class Session:
     self._lock = threading.Lock()
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
-    self._last_text = ''  # of the last turn, recorded or not
+    self._last_text = ''  # text of the last turn, recorded or not
     self._transcript = ''  # up to the last turn
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False

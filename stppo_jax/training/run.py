@@ -25,7 +25,6 @@ from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
@@ -45,7 +44,6 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
-from stppo_jax.trajectories import saved
 
 
 @dataclasses.dataclass
@@ -73,6 +71,8 @@ def check(config: Config) -> Variant:
         'the run, which samples itself: leave it empty'
     )
   if config.rollout.replay:
+    from stppo_jax.trajectories import saved
+
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
       read_batch = _make_replay(config, variant, env)
@@ -223,8 +223,10 @@ def _make_demonstrator(config, agent, give_up):
   )
 
 
-def _make_replay(config: Config, variant: Variant, env: factory.EnvFactory) -> saved.Replay:
+def _make_replay(config, variant, env):
   """Makes the reader of the batches of config.rollout.replay."""
+  from stppo_jax.trajectories import saved
+
   return saved.Replay(
       config.rollout.replay,
       prepare.load_tokenizer(config),
