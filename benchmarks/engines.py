@@ -26,6 +26,7 @@ import jax
 
 from benchmarks import servers
 from experiments import st_ppo_tiny
+from stppo_jax import agents as agents_lib
 from stppo_jax import components
 from stppo_jax.models import convert
 from stppo_jax.rollout import engine
@@ -85,7 +86,7 @@ def _agents(weights, addresses, number):
   config = _make_config(weights, number)
   model, params = prepare.load_policy(config)
   params = jax.tree.map(jax.numpy.asarray, params)
-  own = components.make_agent(config, model)
+  own = agents_lib.make_agent(config, model)
   agents = {'ours': own}
   for kind, address in addresses.items():
     config = _make_config(weights, number)  # an agent reads its own when it is opened

@@ -2,10 +2,8 @@
 
 A user replaces a component by naming one in the config, as in `env.kind='my_module:MyEnv'`.
 `resolve` runs right after validation and before weights are loaded, so that a wrong name costs
-nothing. `make_agent` decides what plays the episodes.
+nothing.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -15,7 +13,6 @@ import hashlib
 import os
 import pathlib
 from typing import Any
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,13 +29,6 @@ from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from stppo_jax.types import without_surrogates
-
-if TYPE_CHECKING:
-  import jax
-
-  from stppo_jax.models import decoder
-  from stppo_jax.rollout import agent as agent_lib
-  from stppo_jax.rollout import prepare
 
 # Prefix of `env.kind` before the first ':' -> function (the rest of the name) -> environment class.
 # These modules are imported when a config names them.
@@ -140,28 +130,6 @@ def resolve(config: Config) -> Components:
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
   return Components(config, kind, retriever, _task_source(config.data.source))
-
-
-def make_agent(
-    config: Config,
-    model: decoder.ModelConfig,
-    mesh: jax.sharding.Mesh | None = None,
-    prepared: prepare.Prepared | None = None,
-) -> agent_lib.Agent:
-  """Builds the agent that plays the episodes of a config.
-
-  The agent steps an environment, or it runs an agent program that talks to the gateway.
-  """
-  # Imported here: both packages use this module.
-  from stppo_jax.rollout import agent as agent_lib
-  from stppo_jax.rollout import prepare
-
-  prepared = prepared or prepare.prepare(config)
-  if isinstance(prepared.env.make, program.Program):
-    from stppo_jax.serving import rollouts
-
-    return rollouts.make_agent(config, model, mesh, prepared)
-  return agent_lib.make_agent(config, model, mesh, prepared)
 
 
 def plugin_names(config: Config) -> dict[str, str]:

@@ -25,6 +25,7 @@ import pytest
 import safetensors.numpy
 
 from benchmarks import servers as servers_lib
+from stppo_jax import agents
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tasks as tasks_lib
@@ -1125,7 +1126,7 @@ class GatewayTest(parameterized.TestCase):
       config.rollout.engine = address
       model, params = prepare.load_policy(config)
       params = jax.tree.map(lambda x: 1.05 * x, params)  # others than the engine's at its start
-      own = components.make_agent(config, model)
+      own = agents.make_agent(config, model)
       tasks = components.resolve(config).held_out_tasks()
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       expected = own.play(params, tasks, keys, greedy=True)

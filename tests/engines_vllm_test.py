@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import servers
 from experiments import st_ppo_tiny
+from stppo_jax import agents
 from stppo_jax import components
 from stppo_jax.models import convert
 from stppo_jax.rollout import engines as engines_lib
@@ -51,7 +52,7 @@ class VllmTest(absltest.TestCase):
     config.rollout.temperature = 0.8
     model, params = prepare.load_policy(config)
     params = jax.tree.map(lambda x: np.asarray(x) * 1.02, params)
-    own = components.make_agent(config, model)
+    own = agents.make_agent(config, model)
     agent = engines_lib.with_engines(own)
     tasks = components.resolve(config).load_tasks('train')[:200]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)

@@ -2,7 +2,10 @@
 
 import ast
 import collections
+import graphlib
 import pathlib
+import subprocess
+import sys
 import tokenize
 
 from absl.testing import absltest
@@ -33,6 +36,7 @@ ORDER = (
     'monitoring',
     'evaluation/scores',
     'serving',
+    'agents',
     'trajectories',
     'training',
     'planning',
@@ -66,6 +70,7 @@ READ_THE_CONFIG = {
     'evaluation/policy.py',
     'rollout/agent.py',
     'rollout/prepare.py',
+    'agents.py',
     'components.py',
     'evaluation/scores.py',
     'serving/gateway.py',
@@ -87,6 +92,43 @@ READ_THE_CONFIG = {
     'cli/saved_config.py',
 }
 
+# A run imports these if its config names them.
+OPTIONAL = (
+    'envs.adapters.gem',
+    'envs.adapters.openenv',
+    'envs.adapters.reasoning_gym',
+    'envs.adapters.textarena',
+    'envs.commands',
+    'envs.tool_calls',
+    'envs.tool_runners',
+    'envs.tools',
+    'public_formats',
+    'retrieval.dense',
+    'retrieval.http',
+    'rollout.demonstrations',
+    'rollout.engines',
+    'rollout.remote',
+    'rollout.servers',
+    'serving.rollouts',
+    'systems.dars',
+    'systems.distillation',
+    'systems.dpo',
+    'systems.grao',
+    'systems.hl_gauss',
+    'systems.ipo',
+    'systems.ospo',
+    'systems.p3o',
+    'systems.ppo_max',
+    'systems.rover',
+    'systems.sppo',
+    'systems.superhf',
+    'systems.tdpo',
+    'training.teacher',
+    'trajectories.atif_reader',
+    'trajectories.atif_writer',
+    'trajectories.saved',
+)
+
 
 class LayeringTest(absltest.TestCase):
 
@@ -103,8 +145,6 @@ class LayeringTest(absltest.TestCase):
         allowed.add('config')
       elif room not in ('config', 'validation', 'cli'):
         allowed.discard('config')
-      if name == 'components.py':  # its factory of agents imports them when it is called
-        allowed |= {'rollout', 'serving'}
       if room == 'training':
         allowed.discard('serving')
       for module in imports(path):
@@ -120,6 +160,37 @@ class LayeringTest(absltest.TestCase):
           self.assertIn(
               imported if imported in ORDER else parts[0], allowed, f'{name} imports {module}'
           )
+
+  def test_no_imports_run_in_circles(self):
+    """Imports inside functions and behind TYPE_CHECKING count, too."""
+    paths = {module_name(path): path for path in PACKAGE.rglob('*.py')}
+    graph = {}
+    for name, path in paths.items():
+      found = set()
+      for module in imports(path):
+        found |= {module, module.rpartition('.')[0]} if module not in paths else {module}
+      graph[name] = found & paths.keys()
+    graphlib.TopologicalSorter(graph).prepare()
+
+  def test_default_run_imports_no_optional_part(self):
+    """Parts that a config has to name are not imported before."""
+    code = (
+        'import sys\n'
+        'from stppo_jax.cli import entry\n'
+        'from stppo_jax.training import loop\n'
+        'from experiments import st_ppo_tiny\n'
+        'from stppo_jax import components\n'
+        'from stppo_jax.training import objective\n'
+        'config = st_ppo_tiny.get_config()\n'
+        'components.resolve(config)\n'
+        'objective.make_variant(config)\n'
+        'print(*sys.modules)\n'
+    )
+    output = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for module in OPTIONAL:
+      self.assertNotIn(f'stppo_jax.{module}', output)
 
   def test_experiments_hold_configs_and_nothing_else(self):
     for path in (ROOT / 'experiments').glob('*.py'):
@@ -195,6 +266,11 @@ class LayeringTest(absltest.TestCase):
           if token.type == tokenize.COMMENT:
             first_word = token.string.removeprefix('#').split()[:1]
             self.assertNotIn('of', [word.lower() for word in first_word], f'{path}: {token.line}')
+
+
+def module_name(path):
+  """'stppo_jax.models.decoder', and for a package's __init__.py the package."""
+  return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
 
 
 def parse(path):

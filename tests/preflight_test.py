@@ -19,7 +19,7 @@ from absl.testing import parameterized
 import numpy as np
 
 from experiments import st_ppo_tiny
-from stppo_jax import components
+from stppo_jax import agents
 from stppo_jax import types
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
@@ -245,7 +245,7 @@ class EvaluateTest(PreflightCase):
     agent = mock.Mock(**{'play.return_value': [episode], 'env.rows_per_episode': 1})
     loaded = (policy, mock.Mock(), [types.Task('a')])
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
-    self.enterContext(mock.patch.object(components, 'make_agent', return_value=agent))
+    self.enterContext(mock.patch.object(agents, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
       job.evaluate(make_config(train__updates=0), self.workdir)
 

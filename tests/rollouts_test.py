@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import requests
 
+from stppo_jax import agents
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
@@ -166,12 +167,12 @@ def model_and_params():
 @functools.cache
 def shared_sampler():
   """One compiled sampler for all tests."""
-  return components.make_agent(make_config(THIS + ':once'), model_and_params()[0]).sampler
+  return agents.make_agent(make_config(THIS + ':once'), model_and_params()[0]).sampler
 
 
 def play(config, tasks, **kwargs):
   model, params = model_and_params()
-  agent = components.make_agent(config, model)
+  agent = agents.make_agent(config, model)
   if isinstance(agent, rollouts.ProgramAgent):
     agent.sampler = agent.greedy = shared_sampler()
   keys = episode_loop.row_keys(jax.random.key(3), tasks)
@@ -314,7 +315,7 @@ class ProgramAgentTest(parameterized.TestCase):
     config = make_config(THIS + ':once')
     config.rollout.routing_replay = 'sampling'
     with self.assertRaisesRegex(types.UserError, 'does not support rollout.routing_replay: '):
-      components.make_agent(config, model_and_params()[0])
+      agents.make_agent(config, model_and_params()[0])
 
   def test_give_up_ends_the_programs(self):
     with self.assertRaises(types.Stopped):

@@ -85,7 +85,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
   parsed = flags_lib.parse(arguments)
   flags = parsed.flags
   if parsed.help == '':
-    show(help_lib.overview(program))
+    show(help_lib.overview(program, [*MODES]))
     return 0
   _check_flags(flags)
   mode = MODES[flags.mode]

@@ -1,6 +1,7 @@
 """The texts of --help, --help=SECTION, list and completion."""
 
 import ast
+from collections.abc import Sequence
 import pathlib
 from typing import Any
 
@@ -10,7 +11,6 @@ from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli.flags import Flags
-from stppo_jax.cli.modes import MODES
 from stppo_jax.config import Config
 from stppo_jax.types import UserError
 
@@ -43,12 +43,12 @@ hosts add --distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_proces
 """
 
 
-def overview(program: str) -> str:
+def overview(program: str, modes: Sequence[str]) -> str:
   """Returns the text of --help."""
   command = 'stppo' if program == 'stppo' else 'python run.py'
   lines = [_EXAMPLES.replace('python run.py', command)]
   for path, rules, _ in validation.fields(Flags()):
-    allowed = f' [{" | ".join(MODES)}]' if path == 'mode' else ''
+    allowed = f' [{" | ".join(modes)}]' if path == 'mode' else ''
     lines.append(f'--{path}\n    {rules.meaning}{allowed}')
   sections = dict.fromkeys(path.split('.')[0] for path in validation.kinds())
   lines.append('--config.FIELD=VALUE\n    overrides a setting, as in --config.train.updates=3')
@@ -78,11 +78,11 @@ def catalogue() -> str:
   return '\n'.join(lines)
 
 
-def completion(shell: str) -> str:
+def completion(shell: str, modes: Sequence[str]) -> str:
   """Returns the lines with which a shell completes modes, flags and settings."""
   if shell not in ('bash', 'zsh'):
     raise UserError(f'completion {shell}: allowed are bash and zsh')
-  words = [*MODES]
+  words = [*modes]
   words += [f'--{path}=' for path in validation.kinds(Flags)]
   words += [f'--config.{path}=' for path in validation.kinds()]
   start = ''

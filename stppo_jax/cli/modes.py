@@ -210,7 +210,7 @@ def completion(command: Command) -> None:
   from stppo_jax.cli import help as help_lib
 
   (shell,) = command.operands
-  show(help_lib.completion(shell))
+  show(help_lib.completion(shell, [*MODES]))
 
 
 @dataclasses.dataclass(frozen=True)

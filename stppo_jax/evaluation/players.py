@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import components
+from stppo_jax import agents
 from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
@@ -80,7 +80,7 @@ def make_agent(
         config.rollout, temperature=temperature(config), rows=config.eval.rows
     )
     config = dataclasses.replace(config, rollout=rollout)
-  return components.make_agent(config, model, sharding.mesh_of(config.mesh), prepared)
+  return agents.make_agent(config, model, sharding.mesh_of(config.mesh), prepared)
 
 
 def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:

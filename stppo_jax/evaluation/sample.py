@@ -8,6 +8,7 @@ import zlib
 
 from absl import logging
 
+from stppo_jax import agents
 from stppo_jax import components
 from stppo_jax import validation
 from stppo_jax.config import Config
@@ -40,7 +41,7 @@ def sample(
   loaded = policy.policy(config, workdir, all_policies=True)
   folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
-  agent = components.make_agent(config, loaded.model, mesh, prepared)
+  agent = agents.make_agent(config, loaded.model, mesh, prepared)
   batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_requested)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)

@@ -17,6 +17,7 @@ import time
 from absl import logging
 import jax
 
+from stppo_jax import agents
 from stppo_jax import components
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
@@ -132,7 +133,7 @@ def setup(config: Config) -> Parts:
   learners = learner_lib.build(
       config, prepare.load_policy, prepared.policies, prepared.tokenizer.pad_id, server
   )
-  agent = components.make_agent(config, learners.spec.actor, learners.mesh, prepared)
+  agent = agents.make_agent(config, learners.spec.actor, learners.mesh, prepared)
   if config.rollout.engine:
     from stppo_jax.rollout import engines  # the client of engines
 
