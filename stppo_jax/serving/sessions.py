@@ -32,7 +32,15 @@ from stppo_jax.serving import turns as turns_lib
 
 Message = template_lib.Message
 _PLAIN = 'no chat'  # replaces the tools of a segment whose prompt is not a chat
-COUNTS = ('conversations', 'branched', 'rewritten', 'thoughts_kept', 'unrecorded', 'too_long')
+COUNTS = (
+    'conversations',
+    'branched',
+    'rewritten',
+    'thoughts_kept',
+    'unrecorded',
+    'forced',
+    'too_long',
+)
 
 
 class Closed(Exception):
