@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import signal
+import threading
 from unittest import mock
 
 from absl.testing import absltest
@@ -75,6 +76,7 @@ class ChatTest(parameterized.TestCase):
       calls.append(args)
       if len(calls) == 1:
         signal.raise_signal(signal.SIGINT)
+        threading.Event().wait(5)  # the interrupt reaches the main thread meanwhile
       return step(*args, **kwargs)
 
     with mock.patch.object(chat.ShownEnv, 'step', interrupted):
