@@ -1,211 +1,324 @@
-"""Token reversal with a reward per token: our PPO compared with a published learning speed.
+"""Token reversal: our PPO compared with the published numbers of arXiv 2604.06159.
 
-  python -m research.token_reversal --seeds=5 --out=research/results/token_reversal.json
+  python -m research.token_reversal dense --vocabulary=8 --seeds=20     # Table 1
+  python -m research.token_reversal sparse --length=7 --seeds=5         # reward for an exact match
+  python -m research.token_reversal groups --seeds=5                    # groups without a spread
 
-The task and the settings are those of arXiv 2604.06159, Table 1: the policy reads H = 10 tokens
-of a vocabulary of V and writes them in reverse. Each right token earns 1. The paper reports that
-PPO reaches a token error of 1% at update 181 (V = 4) and 191 (V = 8), mean of 20 seeds. We had no
-code of the authors. The surrogate, the ratio and the aggregation are the package's own functions.
+The policy reads H tokens of a vocabulary of V and writes them in reverse. `dense` rewards each
+right token with 1, `sparse` and `groups` reward the whole answer with 1 if all of its tokens are
+right. The ratio, the surrogate, the aggregation, the group advantages and the KL are the package's
+functions. Each seed adds a line to research/results/token_reversal.jsonl, and seeds that have one
+are not run again. `--summary` prints the table of all lines.
 
-Choice: what we know of the paper leaves the embedding of positions, the initialisation and the
-momentum of Muon open. Here positions are learned and Muon has optax's defaults. The initialisation
-decides the speed, so there are two: `pytorch` has the defaults of PyTorch's layers (embeddings of
-standard deviation 1), `small` has embeddings of standard deviation .02.
-Choice: the token error is that of the sampled answers of an update.
+The model is that of the authors: a pre-norm transformer of Flax linen with linen's default
+initialisation, learned positions of standard deviation .02, two layers of width 64 with two heads.
+The kernels of query, key and value have three axes, so optax's Muon trains them with Adam at the
+same rate, as it trains all vectors.
+
+Table 1 reports the first update at which the mean error of 20 seeds is below 1%. This is not the
+mean of the updates at which each seed falls below 1%. `--summary` prints both.
+
+Choice: the error of an update is that of its sampled answers.
+Choice: without groups, an advantage is the reward minus the mean over the batch (of its position,
+with a reward per token).
 """
 
 import argparse
+import dataclasses
 import functools
 import json
-import os
+import pathlib
+import time
 from typing import NamedTuple
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 
+from stppo_jax import requirements
+from stppo_jax.algorithms import advantages as advantages_lib
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 
-LENGTH = 10  # H
-PROMPTS = 100  # B, per update
+RESULTS = pathlib.Path(__file__).parent / 'results' / 'token_reversal.jsonl'
 EPOCHS = 4  # full-batch steps per update
 CLIP = 0.2
 LEARNING_RATE = 1e-3
 LAYERS = 2
 WIDTH = 64
-HEADS = 2
 ERROR_LEVEL = 0.01
-STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
+LAST_UPDATES = 100  # the final error is the mean over these
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One row of a table of the paper.
+
+  Attributes:
+    experiment: 'dense', 'sparse' or 'groups'.
+    vocabulary: V.
+    length: H.
+    answers: sampled answers per update.
+    group_size: answers per question. 1: no groups.
+    kl_coef: the coefficient of k3 to the policy that sampled.
+    mask_equal: whether the loss leaves out the groups whose scores are equal.
+    heads: attention heads.
+    updates: updates of a run.
+  """
+
+  experiment: str
+  vocabulary: int = 2
+  length: int = 10
+  answers: int = 100
+  group_size: int = 1
+  kl_coef: float = 0.0
+  mask_equal: bool = False
+  heads: int = 2
+  updates: int = 2000
 
 
 class Batch(NamedTuple):
-  """Prompts with their sampled answers: B rows of 2 H tokens."""
+  """Questions with their sampled answers: B rows of 2 H tokens."""
 
   tokens: jax.Array  # [B,2H]
   old_logp: jax.Array  # [B,H] of the answers
-  rewards: jax.Array  # [B,H]
+  advantages: jax.Array  # [B,H]
+  mask: jax.Array  # [B,H]: 1 where the loss counts a token
 
 
-def init(key: jax.Array, vocabulary: int, initialisation: str) -> dict:
-  """Returns the parameters of a pre-norm transformer."""
-  keys = iter(jax.random.split(key, 3 + 6 * LAYERS))
-  embedding_std = {'pytorch': 1.0, 'small': 0.02}[initialisation]
+class Policy(nn.Module):
+  """The transformer of the authors."""
 
-  def kernel(*shape):
-    drawn = jax.random.uniform(next(keys), shape, minval=-1.0, maxval=1.0)
-    return drawn / shape[0] ** 0.5
+  vocabulary: int
+  heads: int
 
-  def embedding(*shape):
-    return embedding_std * jax.random.normal(next(keys), shape)
-
-  layers = [
-      {
-          'query': kernel(WIDTH, WIDTH),
-          'key': kernel(WIDTH, WIDTH),
-          'value': kernel(WIDTH, WIDTH),
-          'out': kernel(WIDTH, WIDTH),
-          'up': kernel(WIDTH, 4 * WIDTH),
-          'down': kernel(4 * WIDTH, WIDTH),
-          'scale_1': jnp.ones(WIDTH),
-          'scale_2': jnp.ones(WIDTH),
-      }
-      for _ in range(LAYERS)
-  ]
-  return {
-      'embedding': embedding(vocabulary, WIDTH),
-      'positions': embedding(2 * LENGTH, WIDTH),
-      'layers': layers,
-      'scale': jnp.ones(WIDTH),
-      'unembedding': kernel(WIDTH, vocabulary),
-  }
+  @nn.compact
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Returns the logits [B,T,V] of the tokens that follow tokens [B,T]."""
+    length = tokens.shape[1]
+    positions = self.param('positions', nn.initializers.normal(0.02), (length, WIDTH))
+    x = nn.Embed(self.vocabulary, WIDTH)(tokens) + positions
+    causal = nn.make_causal_mask(tokens)
+    for _ in range(LAYERS):
+      normed = nn.LayerNorm()(x)
+      x = x + nn.MultiHeadDotProductAttention(num_heads=self.heads)(normed, mask=causal)
+      normed = nn.LayerNorm()(x)
+      hidden = nn.gelu(nn.Dense(4 * WIDTH)(normed))
+      x = x + nn.Dense(WIDTH)(hidden)
+    return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
 
 
-def answer_logits(params: dict, tokens: jax.Array) -> jax.Array:
-  """Returns the logits of the answer's tokens [B,H,V]; tokens are [B,2H]."""
-  batch, length = tokens.shape
-  x = params['embedding'][tokens] + params['positions']
-  causal = jnp.tril(jnp.ones((length, length), bool))
-  for layer in params['layers']:
-    normed = _norm(x) * layer['scale_1']
-    query, key, value = (
-        (normed @ layer[name]).reshape(batch, length, HEADS, -1)
-        for name in ('query', 'key', 'value')
-    )
-    scores = jnp.einsum('bqhd,bkhd->bhqk', query, key) / (WIDTH // HEADS) ** 0.5
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-    attended = jnp.einsum('bhqk,bkhd->bqhd', weights, value)
-    x = x + attended.reshape(batch, length, WIDTH) @ layer['out']
-    normed = _norm(x) * layer['scale_2']
-    x = x + jax.nn.gelu(normed @ layer['up']) @ layer['down']
-  logits = _norm(x) * params['scale'] @ params['unembedding']
-  return logits[:, LENGTH - 1 : -1]  # position t predicts token t + 1
+def answer_logits(params: dict, tokens: jax.Array, setting: Setting) -> jax.Array:
+  """Returns the logits [B,H,V] of the answer's tokens. `tokens` are [B,2H]."""
+  policy = Policy(setting.vocabulary, setting.heads)
+  logits = policy.apply(params, tokens)
+  return logits[:, setting.length - 1 : -1]  # position t predicts token t + 1
 
 
-def _norm(x):
-  return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+def answer_logp(params: dict, tokens: jax.Array, setting: Setting) -> jax.Array:
+  """Returns the log-probs [B,H] of the answer's tokens."""
+  logp = jax.nn.log_softmax(answer_logits(params, tokens, setting))
+  answers = tokens[:, setting.length :, None]
+  return jnp.take_along_axis(logp, answers, axis=-1)[..., 0]
 
 
-def sample(params: dict, key: jax.Array, vocabulary: int) -> Batch:
-  """Draws prompts and answers; the reward of a position is 1 where its token is right."""
-  prompt_key, answer_key = jax.random.split(key)
-  prompts = jax.random.randint(prompt_key, (PROMPTS, LENGTH), 0, vocabulary)
-  tokens = jnp.concatenate([prompts, jnp.zeros_like(prompts)], axis=1)
+def sample(params: dict, key: jax.Array, setting: Setting) -> tuple[Batch, jax.Array]:
+  """Draws questions and answers; returns the batch and its error (of tokens, or of answers)."""
+  question_key, answer_key = jax.random.split(key)
+  num_questions = setting.answers // setting.group_size
+  shape = (num_questions, setting.length)
+  questions = jax.random.randint(question_key, shape, 0, setting.vocabulary)
+  questions = jnp.repeat(questions, setting.group_size, axis=0)
+  tokens = jnp.concatenate([questions, jnp.zeros_like(questions)], axis=1)
 
   def write(t, tokens):
-    logits = answer_logits(params, tokens)[:, t]
+    logits = answer_logits(params, tokens, setting)[:, t]
     drawn = jax.random.categorical(jax.random.fold_in(answer_key, t), logits)
-    return tokens.at[:, LENGTH + t].set(drawn)
+    return tokens.at[:, setting.length + t].set(drawn)
 
-  tokens = jax.lax.fori_loop(0, LENGTH, write, tokens)
-  rewards = (tokens[:, LENGTH:] == prompts[:, ::-1]).astype(jnp.float32)
-  return Batch(tokens, answer_logp(params, tokens), rewards)
-
-
-def answer_logp(params: dict, tokens: jax.Array) -> jax.Array:
-  """Returns the log-probs of the answer's tokens [B,H]."""
-  logp = jax.nn.log_softmax(answer_logits(params, tokens))
-  return jnp.take_along_axis(logp, tokens[:, LENGTH:, None], axis=-1)[..., 0]
+  tokens = jax.lax.fori_loop(0, setting.length, write, tokens)
+  is_right = tokens[:, setting.length :] == questions[:, ::-1]
+  advantages, mask, rewards = score(is_right, setting)
+  old_logp = answer_logp(params, tokens, setting)
+  return Batch(tokens, old_logp, advantages, mask), 1 - rewards.mean()
 
 
-def loss(params: dict, batch: Batch) -> jax.Array:
-  """Returns PPO's clipped loss; an advantage is the own reward minus the mean of its position."""
-  logp = answer_logp(params, batch.tokens)
-  mask = jnp.ones_like(logp)
-  advantages = batch.rewards - batch.rewards.mean(axis=0)
-  ids, number = segments.segment_ids('token', mask, mask.astype(int))
-  ratio = segments.importance_ratio(logp, batch.old_logp, mask, ids, number)
-  surrogate, _ = losses.clipped_surrogate(ratio, advantages, CLIP, CLIP)
-  return -losses.aggregate(surrogate, mask, 'seq-mean-token-sum')
+def score(is_right: jax.Array, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns advantages [B,H], the mask [B,H] and rewards ([B,H] if dense, else [B])."""
+  mask = jnp.ones(is_right.shape)
+  if setting.experiment == 'dense':
+    rewards = is_right.astype(jnp.float32)
+    return rewards - rewards.mean(axis=0), mask, rewards
+  rewards = is_right.all(axis=1).astype(jnp.float32)
+  if setting.group_size == 1:
+    advantages = rewards - rewards.mean()
+    return advantages[:, None] * mask, mask, rewards
+  group_ids = jnp.arange(setting.answers) // setting.group_size
+  advantages = advantages_lib.group_zscore(rewards, group_ids)
+  if setting.mask_equal:
+    has_spread = advantages != 0
+    mask = mask * has_spread[:, None]
+  return advantages[:, None] * mask, mask, rewards
 
 
-@functools.partial(jax.jit, static_argnames=('vocabulary', 'updates', 'initialisation'))
-def train(
-    seed: jax.Array, vocabulary: int, updates: int, initialisation: str = 'pytorch'
-) -> jax.Array:
-  """Returns the token error of each update's sampled answers [updates]."""
+def loss(params: dict, batch: Batch, setting: Setting) -> jax.Array:
+  """Returns PPO's clipped loss with the KL to the policy that sampled."""
+  logp = answer_logp(params, batch.tokens, setting)
+  ids, number = segments.segment_ids('token', batch.mask, batch.mask.astype(int))
+  ratio = segments.importance_ratio(logp, batch.old_logp, batch.mask, ids, number)
+  surrogate, _ = losses.clipped_surrogate(ratio, batch.advantages, CLIP, CLIP)
+  kl = losses.kl(logp, batch.old_logp, 'k3')
+  objective = surrogate - setting.kl_coef * kl
+  return -losses.aggregate(objective, batch.mask, 'seq-mean-token-sum')
+
+
+@functools.partial(jax.jit, static_argnames='setting')
+def train(seed: jax.Array, setting: Setting) -> jax.Array:
+  """Returns the error of each update's sampled answers [updates]."""
   optimizer = optax.contrib.muon(LEARNING_RATE)
   init_key, run_key = jax.random.split(jax.random.key(seed))
-  params = init(init_key, vocabulary, initialisation)
+  tokens = jnp.zeros((1, 2 * setting.length), int)
+  params = Policy(setting.vocabulary, setting.heads).init(init_key, tokens)
 
   def step(state, batch):
     params, opt_state = state
-    changes, opt_state = optimizer.update(jax.grad(loss)(params, batch), opt_state, params)
+    gradient = jax.grad(loss)(params, batch, setting)
+    changes, opt_state = optimizer.update(gradient, opt_state, params)
     return optax.apply_updates(params, changes), opt_state
 
   def update(state, n):
-    batch = sample(state[0], jax.random.fold_in(run_key, n), vocabulary)
+    batch, error = sample(state[0], jax.random.fold_in(run_key, n), setting)
     state = jax.lax.fori_loop(0, EPOCHS, lambda _, s: step(s, batch), state)
-    return state, 1 - batch.rewards.mean()
+    return state, error
 
-  return jax.lax.scan(update, (params, optimizer.init(params)), jnp.arange(updates))[1]
-
-
-def first_update_below(errors: np.ndarray) -> int | None:
-  """Returns the first update whose token error is at most 1%; None if there is none."""
-  reached = np.flatnonzero(errors <= ERROR_LEVEL)
-  return int(reached[0]) if len(reached) else None
+  start = params, optimizer.init(params)
+  return jax.lax.scan(update, start, jnp.arange(setting.updates))[1]
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
-  parser.add_argument('--seeds', type=int, default=5, choices=sorted(STUDENT_95))
-  parser.add_argument('--updates', type=int, default=300)
-  parser.add_argument('--out', default='')
-  args = parser.parse_args()
-  results = [
-      run(vocabulary, initialisation, args.seeds, args.updates)
-      for initialisation in ('pytorch', 'small')
-      for vocabulary in (4, 8)
-  ]
-  if args.out:
-    os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
-    with open(args.out, 'w', encoding='utf-8') as file:
-      json.dump(results, file, indent=1)
+def first_below(errors: np.ndarray) -> int | None:
+  """Returns the first update whose error is below 1%; None if there is none."""
+  below = np.flatnonzero(errors < ERROR_LEVEL)
+  return int(below[0]) if len(below) else None
 
 
-def run(vocabulary: int, initialisation: str, seeds: int, updates: int) -> dict:
-  """Returns when each seed reaches an error of 1%, with the mean and its 95% interval (Student)."""
-  errors = [
-      np.asarray(train(jnp.uint32(seed), vocabulary, updates, initialisation))
-      for seed in range(seeds)
-  ]
-  reached = [first_update_below(of_seed) for of_seed in errors]
-  result = {
-      'vocabulary': vocabulary,
-      'initialisation': initialisation,
-      'updates': updates,
-      'update_at_1_percent': reached,
-      'last_error': [round(float(of_seed[-20:].mean()), 5) for of_seed in errors],
+def bootstrap(curves: np.ndarray, measure, draws: int = 2000) -> tuple[float, float]:
+  """Returns the 95% interval of measure(curves [S,U]) over seeds drawn with replacement."""
+  rng = np.random.default_rng(0)
+  num_seeds = len(curves)
+  values = []
+  for _ in range(draws):
+    seeds = rng.integers(num_seeds, size=num_seeds)
+    value = measure(curves[seeds])
+    values.append(np.inf if value is None else value)
+  return tuple(float(value) for value in np.quantile(values, (0.025, 0.975), method='nearest'))
+
+
+def read_results(path: pathlib.Path = RESULTS) -> dict[Setting, dict[int, np.ndarray]]:
+  """Returns {setting: {seed: errors}} of the lines in `path`."""
+  results = {}
+  lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+  for line in lines:
+    record = json.loads(line)
+    setting = Setting(**record['setting'])
+    # Answers are counted, so whole numbers lose nothing.
+    errors = np.array(record['wrong']) / record['counted']
+    results.setdefault(setting, {})[record['seed']] = errors
+  return results
+
+
+def run(setting: Setting, seed: int, path: pathlib.Path = RESULTS) -> None:
+  """Trains one seed, and adds its line to `path`."""
+  started = time.perf_counter()
+  errors = np.asarray(train(jnp.uint32(seed), setting))
+  versions = requirements.versions()
+  counted = setting.answers * (setting.length if setting.experiment == 'dense' else 1)
+  record = {
+      'setting': dataclasses.asdict(setting),
+      'seed': seed,
+      'seconds': round(time.perf_counter() - started, 1),
+      'versions': {
+          'stppo_jax': requirements.own_version(),
+          'jax': versions['jax'],
+          'flax': versions['flax'],
+          'optax': versions['optax'],
+      },
+      'counted': counted,
+      'wrong': [round(float(error) * counted) for error in errors],
   }
-  if seeds > 1 and None not in reached:
-    half = STUDENT_95[seeds] * np.std(reached, ddof=1) / seeds**0.5
-    result['mean'] = round(float(np.mean(reached)), 1)
-    result['interval'] = [round(float(np.mean(reached) + sign * half), 1) for sign in (-1, 1)]
-  print(json.dumps(result), flush=True)
-  return result
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'a', encoding='utf-8') as file:
+    file.write(json.dumps(record, separators=(',', ':')) + '\n')
+
+
+def summary(setting: Setting, runs: dict[int, np.ndarray]) -> str:
+  """Returns the lines of a setting: what the paper measures, with bootstrap intervals."""
+  curves = np.stack([runs[seed] for seed in sorted(runs)])
+  name = (
+      f'{setting.experiment}: V {setting.vocabulary}, H {setting.length}, heads {setting.heads}, '
+      f'group masks {setting.mask_equal}, {len(curves)} seeds'
+  )
+  if setting.experiment == 'dense':
+    mean_curve = lambda curves: first_below(curves.mean(axis=0))
+    low, high = bootstrap(curves, mean_curve)
+    firsts = [first_below(curve) for curve in curves]
+    of_seeds = 'not all' if None in firsts else f'{np.mean(firsts):.1f}'
+    return (
+        f'{name}\n  mean of seeds below 1% at {mean_curve(curves)} [{low:g}, {high:g}]; '
+        f'each seed at {firsts}, mean {of_seeds}'
+    )
+  last = lambda curves: float(curves[:, -LAST_UPDATES:].mean())
+  low, high = bootstrap(curves, last)
+  each = ' '.join(f'{curve[-LAST_UPDATES:].mean():.3f}' for curve in curves)
+  return f'{name}\n  last error {last(curves):.3f} [{low:.3f}, {high:.3f}]; each seed {each}'
+
+
+def main() -> None:
+  """Runs the seeds that have no line yet, or prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+  parser.add_argument('experiment', nargs='?', choices=('dense', 'sparse', 'groups'))
+  parser.add_argument('--vocabulary', type=int, default=0)
+  parser.add_argument('--length', type=int, default=0)
+  parser.add_argument('--heads', type=int, default=2)
+  parser.add_argument('--updates', type=int, default=0)
+  parser.add_argument('--mask_equal', action='store_true')
+  parser.add_argument('--seeds', type=int, default=5)
+  parser.add_argument('--summary', action='store_true')
+  args = parser.parse_args()
+  if args.experiment:
+    setting = setting_of(args)
+    done = read_results().get(setting, {})
+    for seed in range(args.seeds):
+      if seed not in done:
+        run(setting, seed)
+        print(f'{setting}: seed {seed} done', flush=True)
+  if args.summary:
+    for setting, runs in read_results().items():
+      print(summary(setting, runs))
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+  """Returns the setting that the flags name. A flag of 0 takes the paper's value."""
+  setting = Setting(args.experiment, heads=args.heads)
+  if args.experiment == 'dense':
+    vocabulary = args.vocabulary or 8
+    updates = args.updates or (1200 if vocabulary == 2 else 400)
+    return dataclasses.replace(
+        setting, vocabulary=vocabulary, length=args.length or 10, updates=updates
+    )
+  setting = dataclasses.replace(
+      setting,
+      vocabulary=args.vocabulary or 2,
+      length=args.length or 8,
+      updates=args.updates or 2000,
+  )
+  if args.experiment == 'sparse':
+    return setting
+  return dataclasses.replace(
+      setting, answers=256, group_size=32, kl_coef=0.04, mask_equal=args.mask_equal
+  )
 
 
 if __name__ == '__main__':
