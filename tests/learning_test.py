@@ -44,7 +44,7 @@ MODEL = decoder.ModelConfig(
 )
 # Of Adam. Rows that keep the gradient of what they bound collapse early at the higher rate, and so
 # do pairs, whose log-ratios are sums.
-LR = dict.fromkeys(('cispo', 'dppo', 'dpo', 'apo'), 1e-3)
+LR = dict.fromkeys(('cispo', 'dppo', 'dpo', 'apo', 'tdpo'), 1e-3)
 EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
 GOOD = 0.9
 # OSPO credits a turn with its own reward only, and the last turn has all of this task's.
@@ -67,7 +67,7 @@ class LearningTest(parameterized.TestCase):
     self.check_learning(name)
 
   def check_learning(self, name):
-    slow = {'lr': LR[name], 'updates': 2 * UPDATES} if name in LR else {}
+    slow = {'lr': LR[name], 'updates': 4 * UPDATES} if name in LR else {}
     scores = learn(variants.VARIANTS[name], **slow)
     self.assertBetween(scores[0], 0, 0.3)
     self.assertGreaterEqual(scores[-1], GOOD, f'{name}: {np.round(scores, 2)}')
