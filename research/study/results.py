@@ -132,16 +132,20 @@ def append(folder: str, record: Mapping[str, Any]) -> None:
 
 
 def read(folder: str) -> list[dict[str, Any]]:
-  """Returns the records of all files in `folder`, oldest first, without torn lines."""
+  """Returns the records of all files in `folder`, oldest first.
+
+  Torn lines and results of other programs are left out.
+  """
   records = []
   for path in sorted(pathlib.Path(folder).glob('*.jsonl')):
     for line in path.read_text(encoding='utf-8').splitlines():
       try:
-        record = _renamed(json.loads(line))
+        record = json.loads(line)
       except ValueError:
         continue
+      record = {_OLD_KEYS.get(key, key): value for key, value in record.items()}
       if all(key in record for key in _REQUIRED):
-        records.append(record)
+        records.append(_renamed(record))
   return records
 
 
@@ -172,8 +176,7 @@ def unchanged(
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-  """Returns a record with the present names of its keys, grid and settings."""
-  record = {_OLD_KEYS.get(key, key): value for key, value in record.items()}
+  """Returns a record with the present names of its task, grid and settings."""
   record['task'] = {'mechanism': 'toy'}.get(record['task'], record['task'])
   for key in ('name', 'grid'):
     record[key] = record[key].replace('mechanism_', 'toy_').replace('_knobs', '_sweep')
