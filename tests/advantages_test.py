@@ -176,7 +176,7 @@ class GaeTest(chex.TestCase):
     _assert_close(advantages.turn_gae(r, v, turn_ids, 16, 0.9, 0.8), token, atol=1e-12)
     _assert_close(advantages.bad_gae(r, v, turn_ids, m, 0.9, 0.8), token, atol=1e-12)
 
-  def test_bad_gae_is_token_gae_undiscounted_and_turn_gae_at_first_tokens(self):
+  def test_bad_gae_mixes_token_and_turn_gae(self):
     batch = oracle.random_batch(4)
     r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
     _assert_close(
@@ -321,7 +321,7 @@ class GroupTest(chex.TestCase):
         atol=1e-12,
     )
 
-  def test_whiten_of_nothing_and_of_one_token_is_finite(self):
+  def test_whiten_of_zero_or_one_token_is_finite(self):
     x = np.array([[2.0, 3.0]])
     for mask in ([[0.0, 0.0]], [[1.0, 0.0]], [[1.0, 1.0]]):
       chex.assert_tree_all_finite(advantages.whiten_tokens(x, np.array(mask)))
@@ -438,7 +438,7 @@ class RewardsPerTurnTest(chex.TestCase):
     row = variants.Variant(name, 'token', gamma=0.5, lam=0.5)
     return advantages.estimate(batch.replace(**changes), row)
 
-  def test_decoupled_gae_has_a_lambda_for_each_of_policy_and_critic(self):
+  def test_decoupled_gae_has_two_lambdas(self):
     for name in ('token_gae', 'turn_gae', 'bad_gae'):
       plain = self.estimate(name)
       row = variants.Variant(name, 'token', gamma=0.5, lam=0.5, lam_critic=1.0)
@@ -555,7 +555,7 @@ class GroupScoresTest(parameterized.TestCase):
     got = self.estimate(name, rewards, [0] * 8, episode_ids=ids, score_offsets=offsets)
     np.testing.assert_allclose(got, np.array(expected)[episode_ids], rtol=1e-5)
 
-  def test_the_score_of_an_episode_is_of_its_rows_with_agent_tokens(self):
+  def test_score_counts_only_rows_with_agent_tokens(self):
     rewards = np.array([[9.0], [1.0], [3.0], [1.0]])  # the first row has no agent tokens
     mask = jnp.array([[0.0], [1.0], [1.0], [1.0]])
     several = dict(episode_ids=jnp.array([0, 0, 0, 1]), score_offsets=jnp.array([0.0, -2, -2, 0]))
@@ -586,7 +586,7 @@ class GroupScoresTest(parameterized.TestCase):
     ties = {'group_wins': (1 / 6, 1 / 6, -1 / 3), 'group_best': (1.0, 0.0, 0.0)}
     np.testing.assert_allclose(got[[0, 3, 5]], ties[name], atol=1e-6)
 
-  def test_equal_scores_have_a_best_episode_and_no_winner(self):
+  def test_equal_scores_have_a_best_but_no_winner(self):
     rewards = np.zeros((4, 1))
     got = self.estimate('group_best', rewards, [0, 0, 1, 1])
     np.testing.assert_array_equal(got, [1, 0, 1, 0])

@@ -46,16 +46,16 @@ class RuleTest(parameterized.TestCase):
     self.assertEqual(dars.wanted_rows(-3.0, 8, 'dars_et'), 27)
     self.assertEqual(dars.wanted_rows(5.0, 8, 'dars_et'), 0)
 
-  def test_wishes_above_the_rest_are_scaled_by_largest_remainders(self):
+  def test_excess_demand_is_scaled_by_largest_remainders(self):
     """Wishes 24 (capped), 11, 3, 0 of 20 rows: shares 12.63, 5.79, 1.58, 0."""
     self.assertEqual(ET.extra_rows([0, 1 / 8, 2 / 8, 1], 20), [13, 6, 1, 0])
 
-  def test_the_rest_goes_to_those_that_have_the_fewest(self):
+  def test_remainder_goes_to_the_smallest_groups(self):
     """Wishes 3, 1, 0, 0 leave 4 of 8 rows."""
     self.assertEqual(ET.extra_rows([2 / 8, 3 / 8, 1, 1], 8), [3, 2, 2, 1])
     self.assertEqual(ET.extra_rows([1.0] * 4, 8), [2, 2, 2, 2])
 
-  def test_any_scores_give_the_whole_batch_within_the_bounds(self):
+  def test_allocation_fills_the_batch_within_bounds(self):
     rng = np.random.default_rng(0)
     for _ in range(300):
       first, mean = int(rng.integers(1, 9)), int(rng.integers(9, 17))
@@ -97,7 +97,7 @@ class BatchTest(parameterized.TestCase):
     rule = dars.Allocation('dars_et', 4, 16)
     return pipeline.Batches(Agent(), lambda params: params, stream, 8, 0, allocation=rule)
 
-  def test_hard_questions_have_larger_groups_in_a_batch_of_the_same_size(self):
+  def test_hard_questions_have_larger_groups(self):
     """N = 4: a = 0 counts as 1/8 and wants 6, a = 1/4 wants 2; of 16 rows 8 are left."""
     batches = self.batches()
     sampled = batches.sample({}, 1, 0)

@@ -230,7 +230,7 @@ class RoundTripTest(parameterized.TestCase):
     again = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
     self.assertEqual(parts(again), parts(exact))
 
-  def test_names_in_a_page_are_no_control_tokens_of_another_tokenizer(self):
+  def test_text_is_no_control_token_of_another_tokenizer(self):
     tokenizer = tiny()
     ids = lambda text: np.array(tokenizer.encode(text), np.int32)
     page = '\n<information>Paris </search> <think> <|im_end|></information>\n'

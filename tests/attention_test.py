@@ -92,7 +92,7 @@ class PlainTest(parameterized.TestCase):
   def test_a_chunk_is_a_divisor_of_the_length(self, length, chunk, expected):
     self.assertEqual(attention._divisor(length, chunk), expected)
 
-  def test_a_length_without_a_divisor_near_the_chunk_is_told(self):
+  def test_length_without_a_near_divisor_is_logged(self):
     with self.assertLogs(level='WARNING') as logged:
       self.assertEqual(attention._divisor(1009, 128), 0)
     self.assertIn('length_buckets', logged.output[0])
@@ -126,7 +126,7 @@ def output_and_gradients(inputs, segments, **options):
 
 class SkippingTest(absltest.TestCase):
 
-  def test_chunks_attend_to_the_keys_up_to_the_end_of_their_block(self):
+  def test_chunks_attend_up_to_their_block_end(self):
     """8 chunks of 32 queries in 4 blocks: keys 64, 128, 192, 256 instead of 256 each time."""
     q, k, v = make_inputs(length=256)
     text = str(jax.make_jaxpr(functools.partial(attention.causal, chunk=32))(q, k, v))

@@ -53,13 +53,13 @@ class ToTurnBatchTest(parameterized.TestCase):
     for name in ('old_logp', 'ref_logp', 'old_values', 'advantages', 'returns'):
       np.testing.assert_array_equal(getattr(batch, name), np.zeros((2, 8)))
 
-  def test_reward_of_a_row_that_ends_in_an_observation(self):
+  def test_reward_of_row_ending_in_an_observation(self):
     """A terminal reward on a masked token vanishes (verl PR 2337): it goes to an agent token."""
     cut = make_episode(turns=(((3, 4), (5, 5)),))
     batch = batching.to_turn_batch([cut], (6,))
     np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 1, 0, 0]])
 
-  def test_a_reward_stands_on_the_last_token_of_its_turn(self):
+  def test_reward_is_at_last_token_of_turn(self):
     """GEM's Sudoku gives .111 for each good turn and -.1 for a bad one; turns may touch."""
     played = make_episode(turns=(((3, 4), (5,)), ((6,), ()), ((7, 8), (9,))))
     for turn, reward in zip(played.turns, (0.111, 0.111, -0.1)):
@@ -70,7 +70,7 @@ class ToTurnBatchTest(parameterized.TestCase):
     )
     self.assertAlmostEqual(played.score, 0.122)
 
-  def test_failed_episodes_are_in_the_batch_and_out_of_the_update(self):
+  def test_failed_episodes_are_masked_in_the_batch(self):
     batch = batching.to_turn_batch(
         [make_episode(), make_episode(failed=True), make_episode()], (8,), rows=5
     )
@@ -125,7 +125,7 @@ class ToTurnBatchTest(parameterized.TestCase):
     self.assertEqual(batch.tokens.sharding, sharding)
     self.assertEqual(batch.group_ids.sharding, sharding)
 
-  def test_segments_of_an_agent_program_are_sorted_each_by_its_length(self):
+  def test_program_segments_are_sorted_by_own_length(self):
     rows = [make_episode(prompt=range(n)) for n in (9, 2, 5)]
     for row, number in zip(rows, (0, 0, 1)):
       row.number = number

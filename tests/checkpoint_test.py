@@ -94,7 +94,7 @@ class ChecksumTest(CheckpointCase):
 
 class OtherProcessTest(CheckpointCase):
 
-  def test_a_failed_process_ends_the_wait_of_the_others(self):
+  def test_failed_process_ends_the_wait_of_others(self):
     posts, released = {}, threading.Event()
     self.addCleanup(released.set)
 
@@ -140,7 +140,7 @@ class OtherProcessTest(CheckpointCase):
 
 class RolesTest(CheckpointCase):
 
-  def test_a_resumed_run_has_the_roles_in_their_order(self):
+  def test_resumed_run_has_roles_in_same_order(self):
     """The policies of roles are a list by position, and trees have their keys sorted."""
     state = {'solver': {'actor': jnp.zeros(2)}, 'critic': {'actor': jnp.ones(2)}}
     with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
@@ -182,7 +182,7 @@ class BestTest(CheckpointCase):
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
       self.assertEqual(checkpoints.best(2), 1)
 
-  def test_a_best_save_that_fails_leaves_the_one_before(self):
+  def test_failed_best_save_keeps_the_previous_best(self):
     checksums = checkpoint._checksums
 
     def failing(folder):
@@ -197,7 +197,7 @@ class BestTest(CheckpointCase):
         checkpoints._settle()
         self.assertEqual(steps(self.workdir), {1: [1], 2: [1], 3: [1, 3], 4: [4]}[n])
 
-  def test_a_run_keeps_the_best_of_those_that_are_due(self):
+  def test_run_keeps_the_best_due_checkpoint(self):
     with tempfile.TemporaryDirectory() as folder:
       micro_run.write_knowledge(folder)
       config = micro_run.make_config(

@@ -210,7 +210,7 @@ class WordsTest(absltest.TestCase):
     self.assertEqual(flags.parse([]).flags.mode, 'train')
     self.assertEqual(flags.parse(['--mode=compare', 'a', 'b']).operands, ['a', 'b'])
 
-  def test_list_has_a_line_for_each_experiment_and_algorithm(self):
+  def test_list_names_each_experiment_and_algorithm(self):
     code, text, _ = run('list')
     self.assertIsNone(code)
     self.assertRegex(text, 'experiments/st_ppo_tiny.py +ST-PPO on the embedded questions')
@@ -383,7 +383,7 @@ class CompareTest(absltest.TestCase):
 
 class ShippedExperimentTest(absltest.TestCase):
 
-  def test_file_of_the_folder_comes_before_the_shipped_one(self):
+  def test_local_file_comes_before_the_shipped_one(self):
     name = 'experiments/st_ppo_7b.py'
     self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
     self.assertEqual(config_file.find(name), str(ROOT / name))
@@ -643,7 +643,7 @@ class SavedConfigTest(parameterized.TestCase):
     self.write(config)
     self.assertEqual(saved_config.get_config(self.workdir), config)
 
-  def test_config_of_the_folder_is_used_without_a_config_flag(self):
+  def test_config_of_workdir_is_the_default(self):
     workdir = f'--workdir={self.workdir}'
     default = load(workdir, reads_run=True)
     self.assertEqual(default.name, 'st_ppo_tiny')  # there is no config.json yet
@@ -803,7 +803,7 @@ class FlagsTest(parameterized.TestCase):
       (['--config.env.options={"a": [1, null]}'], {'a': [1, None]}),
       (["--config.env.options={'a': 1}", '--config.env.options.a=2'], {'a': 2}),
   )
-  def test_options_are_set_one_by_one_or_as_a_dict(self, arguments, expected):
+  def test_options_are_set_singly_or_as_dict(self, arguments, expected):
     overrides = flags.parse(['--config=x.py', *arguments]).overrides
     self.assertEqual(overrides, {f'env.options.{name}': value for name, value in expected.items()})
     config = schema.Config()

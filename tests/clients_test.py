@@ -251,7 +251,7 @@ class AnthropicTest(absltest.TestCase):
 class OpenAiAgentsTest(absltest.TestCase):
   """The agent framework of OpenAI, with its default, the Responses interface."""
 
-  def test_agent_calls_tool_and_reads_result_in_one_row(self):
+  def test_tool_loop_of_agent_is_one_row(self):
     import agents
     import openai
 

@@ -118,7 +118,7 @@ class MaskTest(_Test):
     np.testing.assert_array_equal(tokens, expected['input_ids'][:length])
     np.testing.assert_array_equal(turn_ids > 0, mask[:length] > 0)
 
-  def test_turns_with_their_calls_are_imitated_and_nothing_else(self):
+  def test_only_turns_and_calls_are_imitated(self):
     others, turns = self.turns(self.renderer(_TEMPLATE), self.read({'messages': _MESSAGES}))
     self.assertEqual(turns, [f'{text}<|im_end|>' for text in _TURNS])
     for text in ('You are brief.', 'which town', 'Paris is the <|im_end|> capital', 'the river'):
@@ -133,7 +133,7 @@ class MaskTest(_Test):
     self.assertEqual((tokens[turn_ids > 0] == end).sum(), 3)
     self.assertEqual((tokens[turn_ids == 0] == end).sum(), 4)  # of the template, none of the page
 
-  def test_weight_zero_and_messages_of_a_prompt_are_not_imitated(self):
+  def test_weight_zero_and_prompts_are_not_imitated(self):
     renderer = self.renderer(_TEMPLATE)
     messages = [dict(message) for message in _MESSAGES]
     messages[4]['weight'] = 0
@@ -190,7 +190,7 @@ class MaskTest(_Test):
     )
     self.assertEqual((others, turns), ('The sky is', [' blue.<|im_end|>']))
 
-  def test_a_long_conversation_is_cut_after_a_whole_turn(self):
+  def test_long_conversation_is_cut_between_turns(self):
     renderer = self.renderer(_TEMPLATE)
     episode = renderer.episode(self.read({'messages': _MESSAGES}), 'x')
     first = len(episode.prompt) + len(episode.turns[0].tokens)

@@ -235,7 +235,7 @@ class ConvertTest(TreeTest):
     (self.folder / 'config.json').write_text(json.dumps(raw))
     self.assertEqual(hf_config.load(self.folder), expected)
 
-  def test_a_fingerprint_sees_weights_and_tokenizer_and_not_the_rest(self):
+  def test_fingerprint_covers_weights_and_tokenizer_only(self):
     folder = self.folder / 'copy'
     self.assertEqual(hf_config.fingerprint(folder), '')
     shutil.copytree(REFERENCES / 'qwen2', folder)
@@ -320,7 +320,7 @@ class ConvertTest(TreeTest):
     self.assertEqual(dataclasses.replace(again, family=config.family), config)
     self.assert_trees_equal(loaded, params)
 
-  def test_a_model_with_the_tokenizer_of_its_family_stays_what_it_is(self):
+  def test_tokenizer_of_same_family_keeps_the_model(self):
     words = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r'|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -336,7 +336,7 @@ class ConvertTest(TreeTest):
       convert.save_hf(self.folder / 'out', config, params, source)
       self.assertEqual(hf_config.load(self.folder / 'out').family, family)
 
-  def test_a_llama_whose_output_has_a_bias_is_refused(self):
+  def test_llama_with_output_bias_is_refused(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     config = dataclasses.replace(config, family='llama')
     convert.save_hf(self.folder, config, params)
@@ -672,7 +672,7 @@ class RefusalTest(parameterized.TestCase):
     self.edit_config(**changes)
     self.refuses(message, 'config.json')
 
-  def test_written_weights_can_be_read_as_other_files_can(self):
+  def test_written_weights_are_readable_by_group(self):
     config, params = convert.load_hf(self.folder)
     convert.save_hf(self.folder, config, params)
     mode = lambda name: (self.folder / name).stat().st_mode

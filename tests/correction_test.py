@@ -339,7 +339,7 @@ class CotangentsTest(chex.TestCase):
     self.assertFalse(np.asarray(noisy[2]['clipped'])[~agent].any())
 
   @parameterized.parameters(*LEVELS)
-  def test_a_token_at_the_bound_keeps_its_whole_gradient(self, level):
+  def test_token_at_the_bound_keeps_its_gradient(self, level):
     """Two rows of one token with w = 1.25 and 0.75 exactly: nothing is in C, Lemma 4.2 included."""
     ones = np.ones((2, 1))
     batch = types.TurnBatch(
@@ -419,7 +419,7 @@ class CotangentsTest(chex.TestCase):
     _assert_close(by_token, by_turn, atol=1e-12)
 
   @parameterized.parameters(*LEVELS)
-  def test_advantages_scale_everything_and_a_zero_advantage_moves_nothing(self, level):
+  def test_advantages_scale_gradients_and_zero_moves_nothing(self, level):
     batch = oracle.random_batch(11)
     g, c, aux = _gradients(batch, _row(level), **CLIP)
     doubled = dataclasses.replace(batch, advantages=2 * batch.advantages)
@@ -495,7 +495,7 @@ class DivisorTest(chex.TestCase):
       )
       self.assertEqual(float(got), 1.0)
 
-  def test_paper_amplifies_below_one_and_the_others_never_do(self):
+  def test_only_the_papers_division_amplifies(self):
     """The rarer the clip, the larger the step of the paper's rule."""
     for c_norm in 0.01, 0.1, 0.9:
       paper = correction.divisor('paper', jnp.float32(1), jnp.float32(c_norm), jnp.array(True))
@@ -545,7 +545,7 @@ def _weighted(ratio, logp, advantages, variant):
 class OwnSurrogateTest(parameterized.TestCase):
 
   @parameterized.product(level=LEVELS, min_advantage=('token', 'turn'))
-  def test_ppo_written_by_a_user_is_the_built_in(self, level, min_advantage):
+  def test_ppo_of_a_user_equals_the_builtin(self, level, min_advantage):
     """The same cotangents for g and for C, though the clip is inside the user's function."""
     batch = oracle.random_batch(3)
     row = _row(level, min_advantage)
@@ -693,7 +693,7 @@ class DivideTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
 
-  def test_the_norm_of_a_step_is_that_of_the_change(self):
+  def test_norm_of_step_is_that_of_change(self):
     """A step of 1e-6 is lost on a bfloat16 of 1, whose neighbours are 2^-8 and 2^-7 away."""
     optimizer, _ = train_state.make_optimizer(1e-6, 0)
     for dtype, expected in (('bfloat16', 0.0), ('float32', 1e-6)):
@@ -744,7 +744,7 @@ class SquareTest(parameterized.TestCase):
     self.assertAlmostEqual(loss, np.mean(errors**2))
     np.testing.assert_allclose(d_logp, errors[:, None] * self.mask, atol=1e-12)  # 2 error / 2
 
-  def test_sppo_starts_as_a_policy_gradient_and_ends_at_its_target(self):
+  def test_sppo_goes_from_policy_gradient_to_target(self):
     d_logp, _ = self.gradient('sppo', self.old_logp)
     np.testing.assert_allclose(d_logp, -2 * 10 * self.advantages / 2, atol=1e-12)
     share = np.array([[1 / 3], [1.0]])  # of the episode's log-ratio, per token

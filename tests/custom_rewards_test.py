@@ -242,7 +242,7 @@ class OutageTest(parameterized.TestCase):
       score(lambda task, answer, transcript: down(), max_outage_s=90.0, clock=lambda: self.now)
     self.assertEqual(self.waits, [1, 2, 4, 8, 16, 32, 27])
 
-  def test_judge_that_fails_on_one_answer_fails_one_episode(self):
+  def test_failing_judge_fails_one_episode(self):
 
     def reward(task, answer, transcript):
       if task is TWO:

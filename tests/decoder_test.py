@@ -277,7 +277,7 @@ class CacheTest(parameterized.TestCase):
       np.testing.assert_array_equal(cache.length, read)
     np.testing.assert_array_equal(read, [20, 20, 12])
 
-  def test_padding_leaves_live_slots_alone_and_the_overhang_is_dropped(self):
+  def test_padding_leaves_live_slots_alone(self):
     params, tokens = make_params(), make_tokens(2, 8)
     cache = decoder.init_cache(CONFIG, rows=2, slots=8)
     _, cache = forward(params, CONFIG, tokens, None, cache, jnp.array([6, 8]))
@@ -291,7 +291,7 @@ class CacheTest(parameterized.TestCase):
         np.testing.assert_array_equal(after_l[1], before_l[1])
         self.assertGreater(float(jnp.max(jnp.abs(after_l[0, :, 6:] - before_l[0, :, 6:]))), 0)
 
-  def test_default_length_is_the_chunk_and_dtype_that_of_the_computation(self):
+  def test_default_length_and_dtype_of_the_cache(self):
     config = dataclasses.replace(CONFIG, dtype='bfloat16')
     cache = decoder.init_cache(config, rows=2, slots=8)
     self.assertEqual(cache.k[0].dtype, jnp.bfloat16)
@@ -300,7 +300,7 @@ class CacheTest(parameterized.TestCase):
     self.assertEqual(cache.k[1].dtype, jnp.bfloat16)
 
   @parameterized.parameters((0, 17), (6, 18))
-  def test_the_cache_of_a_decode_loop_is_not_copied(self, tile, slots):
+  def test_decode_loop_does_not_copy_its_cache(self, tile, slots):
     """The cache's shape is copied on entry at most, never inside the loop's body."""
     params = decoder.unstack_layers(make_params(), CONFIG)
     cache = decoder.init_cache(dataclasses.replace(CONFIG, cache_tile=tile), rows=5, slots=slots)
@@ -354,7 +354,7 @@ class LogpTest(parameterized.TestCase):
     chex.assert_trees_all_close(actual, expected, atol=2e-5)
 
   @parameterized.parameters((True, (1, 8, 1)), (False, (2, 2, 2)))
-  def test_the_head_is_gathered_and_its_gradient_reduced_once(self, tie_embeddings, mesh):
+  def test_head_is_gathered_and_reduced_once(self, tie_embeddings, mesh):
     """Both loops gather one of 4 parts of [D,V] per step; only copies over data move more, once."""
     config = dataclasses.replace(CONFIG, vocab_size=1024, tie_embeddings=tie_embeddings)
     mesh = sharding.make_mesh(*mesh, jax.devices()[:8])

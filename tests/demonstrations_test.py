@@ -196,7 +196,7 @@ class ImitationTest(parameterized.TestCase):
     together = one_update(spec, batch, mesh=sharding.make_mesh(2, 2, 2))
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
-  def test_it_adds_to_the_gradient_of_the_sampled_rows(self):
+  def test_imitation_adds_to_the_sampled_gradient(self):
     self.check_sum('st_ppo')
 
   @parameterized.parameters('rloo', 'grpo', 'reinforce')
@@ -318,7 +318,7 @@ class GraoTest(parameterized.TestCase):
         advantages.estimate(batch, row).advantages, 1.6 * expected, rtol=1e-6
     )
 
-  def test_where_all_samples_fail_it_moves_towards_the_reference(self):
+  def test_failed_samples_move_towards_the_reference(self):
     demonstrated = np.array([0, 0, 0, 1] * 2, np.float32)
     batch = make_batch(demonstrated)
     rewards = np.where(demonstrated[:, None] > 0, batch.rewards, 0)
@@ -393,7 +393,7 @@ class PlayTest(parameterized.TestCase):
     )
     return batches, batches.copy(learners.actor)
 
-  def test_a_batch_has_the_same_size_and_the_same_samples(self):
+  def test_batch_keeps_its_size_and_samples(self):
     batches, params = self.batches(rollout__demonstrate_every=2)
     sampled = batches.sample(params, 1, 0)
     plain = dataclasses.replace(batches, demonstrator=None).sample(params, 1, 0)
@@ -456,7 +456,7 @@ class PlayTest(parameterized.TestCase):
       ('{"task": "a", "turns": ["x", ""]}', 'line 1 .ValueError: turns='),
       ('{"turns": []}', "line 1 .KeyError: 'task'"),
   )
-  def test_a_file_that_holds_no_episodes_is_one_line(self, text, message):
+  def test_file_without_episodes_is_one_line(self, text, message):
     path = os.path.join(FOLDER, 'wrong.jsonl')
     with open(path, 'w', encoding='utf-8') as file:
       file.write(text + '\n')

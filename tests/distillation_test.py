@@ -147,7 +147,7 @@ class RunTest(parameterized.TestCase):
       rows = [json.loads(line) for line in file]
     return [row for row in rows if 'actor/teacher_kl' in row]
 
-  def test_kl_falls_and_an_address_is_as_a_folder(self):
+  def test_kl_falls_with_address_or_folder(self):
     rows = self.train('folder', **{'train.updates': 10})
     kl = [row['actor/teacher_kl'] for row in rows]
     self.assertLen(kl, 10)
@@ -179,7 +179,7 @@ class RunTest(parameterized.TestCase):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-3, atol=1e-6, err_msg=name)
 
   @pytest.mark.slow
-  def test_a_stop_while_the_teacher_scores_repeats_the_batch(self):
+  def test_stop_during_scoring_repeats_the_batch(self):
     """Also where the batch was sampled ahead, by parameters that are gone at the resumption."""
     tokenizer = prepare.load_tokenizer(self.make_config())
     server = self.enterContext(recorded_server())
@@ -364,7 +364,7 @@ class ServerTest(absltest.TestCase):
     with self.assertRaisesRegex(types.UserError, 'max_total=100 tokens.*400.*101 tokens or more'):
       self.client.check(tokenizer, 100)
 
-  def test_a_server_that_is_down_at_the_start_is_a_mistake(self):
+  def test_server_down_at_start_is_refused(self):
     self.enterContext(mock.patch.object(teacher_lib, '_START_S', 0.05))
     self.server.status = 503
     with self.assertRaisesRegex(types.UserError, 'gave no answer for 0.05 s'):

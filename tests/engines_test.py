@@ -216,7 +216,7 @@ class FleetTest(parameterized.TestCase):
       self.assertTrue(os.path.exists(os.path.join(root, name)), name)
 
   @parameterized.parameters('copied', 'moved', 'damaged')
-  def test_other_folder_of_a_run_has_weights_of_its_own(self, how):
+  def test_copied_run_folder_has_separate_weights(self, how):
     """A copy must not remove the weights of a run that trains."""
     root = os.path.dirname(self.folder)
     first, second = os.path.join(root, 'a'), os.path.join(root, 'b')
@@ -321,7 +321,7 @@ class FleetTest(parameterized.TestCase):
     fleet.__exit__()
     self.assertNotEqual(api.name, 'default')
 
-  def test_new_run_does_not_trust_labels_of_an_earlier_one(self):
+  def test_new_run_distrusts_labels_of_earlier_runs(self):
     api = FakeApi()
     for _ in range(2):
       with self.fleet(api, push_at='batch') as fleet:
@@ -367,7 +367,7 @@ class FleetTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
       fleet.sample(REQUEST, self.copy(parameters(0)), 0)
 
-  def test_version_is_the_newest_when_its_folder_is_there(self):
+  def test_version_is_newest_with_existing_folder(self):
     fleet = self.fleet(FakeApi())
     self.copy(parameters(0))
     rename = os.rename
@@ -425,7 +425,7 @@ class FleetTest(parameterized.TestCase):
     with self.assertRaises(types.Stopped):
       fleet.sample(REQUEST, weights, 0)
 
-  def test_push_waits_for_turns_and_holds_back_new_ones(self):
+  def test_push_waits_for_turns_in_progress(self):
     begun, goes_on = threading.Event(), threading.Event()
 
     def answer(unused_request):
@@ -537,7 +537,7 @@ class FleetTest(parameterized.TestCase):
     self.assertBetween(len(questions), 1, 8)  # not one per turn
     self.assertTrue(all(total_s == 0.2 for total_s, *_ in questions))
 
-  def test_one_turn_at_a_time_tries_an_engine_that_hangs(self):
+  def test_one_turn_at_once_tries_hanging_engine(self):
     """It tells its label, and answers no turn, as with a GPU that hangs."""
     begun = []
 
@@ -563,7 +563,7 @@ class FleetTest(parameterized.TestCase):
       while len(hanging.sampled) < len(begun) + 4:  # it is back
         list(pool.map(lambda index: fleet.sample(REQUEST, weights, 2 * index), range(4)))
 
-  def test_turn_passes_on_from_a_push_that_takes_long(self):
+  def test_turn_leaves_engine_during_long_push(self):
     self.enterContext(mock.patch.object(remote, '_PASS_ON_S', 0.1))
     begun, continues = threading.Event(), threading.Event()
     self.addCleanup(continues.set)

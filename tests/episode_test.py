@@ -254,7 +254,7 @@ class PlayTest(parameterized.TestCase):
       alone, _ = play(PROMPTS[i : i + 1], scripts[i : i + 1], keys[i : i + 1])
       self.assert_same(alone[0], together[i])
 
-  def test_row_keys_differ_and_do_not_depend_on_the_batch(self):
+  def test_row_keys_are_unique_and_batch_independent(self):
     def keys_of(ids):
       tasks = [types.Task(id=i, question='', answers=()) for i in ids]
       keys = jax.random.key_data(episode_lib.row_keys(jax.random.key(0), tasks))
@@ -503,7 +503,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
     self.assertIn('make raised OSError: no file for t7', info['environment_error'])
     self.assertIn(f'{__file__}:', info['environment_error'])
 
-  def test_an_error_for_the_user_ends_the_run_as_it_is(self):
+  def test_user_error_ends_the_run_unchanged(self):
     env = RaisingEnv('a', [types.UserError('give another option')])
     with self.assertRaisesRegex(types.UserError, '^give another option$'):
       stepping.step(env, 'x')

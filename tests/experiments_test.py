@@ -94,7 +94,7 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertEqual({path.stem for path in FOLDER.glob('*[0-9]b.py')}, set(CHANGES))
 
   @parameterized.parameters(*CHANGES)
-  def test_it_is_valid_and_differs_from_the_baseline_in_these_fields_alone(self, name):
+  def test_experiment_differs_only_in_named_fields(self, name):
     config, base = validation.validate(load(name)), fields(load('ppo_7b'))
     changed = {path for path, value in fields(config).items() if value != base[path]}
     self.assertEqual(changed - {'name'}, CHANGES[name])
@@ -119,7 +119,7 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertRegex(text, 'Not run yet|Seen')
 
   @parameterized.parameters(*CHANGES)
-  def test_its_smallest_form_is_valid_small_and_keeps_the_algorithm(self, name):
+  def test_smallest_form_is_valid_and_keeps_algorithm(self, name):
     config, large = validation.validate(load(name, 'smoke')), load(name)
     self.assertEqual(config.name, f'{name}_smoke')
     self.assertEqual(config.algorithm, large.algorithm)

@@ -184,7 +184,7 @@ class ProcessTest(FaultCase):
     self.assertIn('run.py: interrupted', self.told().splitlines()[-1])
     self.assertNotIn('Traceback', self.told())
 
-  def test_a_second_run_in_one_folder_is_refused_until_the_first_is_dead(self):
+  def test_second_run_in_folder_is_refused(self):
     child = self.start()
     self.wait_for(lambda: self.progress() > 1)
     with self.assertRaisesRegex(
@@ -200,7 +200,7 @@ class ProcessTest(FaultCase):
 
 class StopTest(FaultCase):
 
-  def test_sigterm_ends_at_once_what_has_nothing_to_save(self):
+  def test_sigterm_without_state_ends_at_once(self):
     """While weights are loaded, say; from the first question of the loop on the loop decides."""
     with signals.handled() as stop_requested:
       with self.assertRaises(Stopped):
@@ -334,7 +334,7 @@ class DamageTest(FaultCase):
     self.assertEqual(micro_run.comparable_metrics(self.workdir), metrics)
     chex.assert_trees_all_equal(micro_run.state_after(self.config, self.workdir, 4), state)
 
-  def test_without_a_whole_checkpoint_the_run_refuses_to_start(self):
+  def test_start_is_refused_without_whole_checkpoint(self):
     for step in saved(self.workdir):
       os.truncate(max(self.files(step), key=os.path.getsize), 3)
     with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*start again$'):
@@ -368,7 +368,7 @@ class NonfiniteTest(FaultCase):
     self.played = []
     return mock.patch.object(pipelines.Batches, 'sample', poison)
 
-  def test_stop_is_one_line_and_a_dump_even_without_episode_logs(self):
+  def test_stop_dumps_without_episode_logs(self):
     with self.poisoned(3):
       with self.assertRaisesRegex(
           RunError, r'^gradients or losses were not finite in 4 [^\n]*up to update 3[^\n]*rollback$'
@@ -388,7 +388,7 @@ class NonfiniteTest(FaultCase):
       )
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
-  def test_steps_in_a_row_count_even_if_a_later_one_of_the_update_is_good(self):
+  def test_consecutive_bad_steps_count_across_good_ends(self):
     """One bad episode of ten: of the two steps of each epoch one is skipped, here the first
     ones."""
     config = make_config(**{'train.max_nonfinite': 1})
@@ -431,7 +431,7 @@ class NonfiniteTest(FaultCase):
     self.assertEqual(self.played, [1, 2, 3, 4, 5, 6])
 
   @parameterized.parameters('stppo/step_norm', 'critic/step_norm')
-  def test_parameters_that_the_last_step_left_infinite_end_the_run(self, name):
+  def test_infinite_parameters_end_the_run(self, name):
     """The gradient was finite, so no step was skipped, and there is no later update to notice."""
     update_step = micro_run.update_step
 
@@ -446,7 +446,7 @@ class NonfiniteTest(FaultCase):
         micro_run.train(make_config(**{'train.updates': 1}), self.workdir)
     self.assertEqual(saved(self.workdir), [])
 
-  def test_a_stop_in_the_evaluation_of_a_skipped_update_can_be_resumed(self):
+  def test_stop_in_evaluation_after_skip_resumes(self):
     config = make_config(**{'eval.every': 3, 'train.on_nonfinite': 'rollback'})
     stop, play = threading.Event(), micro_run.Agent.play
 
@@ -462,7 +462,7 @@ class NonfiniteTest(FaultCase):
       micro_run.train(config, self.workdir)
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
-  def test_without_a_checkpoint_there_is_nothing_to_go_back_to(self):
+  def test_rollback_needs_a_checkpoint(self):
     with self.poisoned(1):
       with self.assertRaisesRegex(RunError, 'up to update 1: .*no checkpoint yet: lower'):
         micro_run.train(make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)

@@ -46,7 +46,7 @@ class FiltersTest(parameterized.TestCase):
     else:
       np.testing.assert_array_equal(got, np.array(rows)[:, None] * mask)
 
-  def test_the_rows_of_a_batch_know_whether_their_episode_was_truncated(self):
+  def test_rows_know_whether_episode_was_truncated(self):
     turn = lambda: types.Turn(
         np.array([3, 4], np.int32), np.zeros(2, np.float32), np.zeros(0, np.int32)
     )
@@ -56,7 +56,7 @@ class FiltersTest(parameterized.TestCase):
     ]
     np.testing.assert_array_equal(batching.to_turn_batch(episodes, (8,), 3).truncated, [0, 1, 0])
 
-  def test_a_dropped_episode_leaves_the_policys_loss_and_stays_in_the_critics(self):
+  def test_dropped_episode_still_trains_the_critic(self):
     spec = update_test.make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     mesh = update_test.one_device()
     functions, batch = (

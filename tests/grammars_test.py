@@ -146,7 +146,7 @@ class ServedTest(parameterized.TestCase):
         (call,) = answer['choices'][0]['message']['tool_calls']
         jsonschema.validate(json.loads(call['function']['arguments']), CITY)
 
-  def test_logprobs_are_those_of_the_model_or_of_the_draw(self):
+  def test_logprobs_are_of_model_or_draw(self):
     fields = {**JSON_TEXT['chat'], 'logprobs': True, 'return_token_ids': True}
     raw = self.ask(**fields).json()
     choice = raw['choices'][0]

@@ -100,7 +100,7 @@ class OneProcessTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, words):
       hosts.initialize(**flags)
 
-  def test_a_process_that_waits_for_the_others_says_so(self):
+  def test_waiting_process_says_so(self):
     self.addCleanup(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity(logging.INFO)
     self.enterContext(mock.patch.object(type(jax.config), 'update'))
@@ -129,7 +129,7 @@ class SplitStepsTest(parameterized.TestCase):
     self.assertEqual(openings[1], ('b 6', {'suffix': [], 'n': 6}))
     self.assertEqual(openings[3], ('d 8', {'suffix': [], 'n': 8}))
 
-  def test_each_environment_is_on_one_process_and_all_get_every_outcome(self):
+  def test_every_process_gets_every_outcome(self):
     """Two processes as threads; environments end at different times, so the live ones shift."""
     here, barrier, said = threading.local(), threading.Barrier(2), {}
 
@@ -169,7 +169,7 @@ class SplitStepsTest(parameterized.TestCase):
     self.assertEqual([env.steps for env in envs[0]], [1, 0, 2, 0, 3])
     self.assertEqual([env.steps for env in envs[1]], [0, 3, 0, 1, 0])
 
-  def test_the_environments_of_a_process_may_be_stepped_at_once(self):
+  def test_environments_of_process_step_together(self):
     """Three that wait for each other: one by one they would wait for ever."""
     barrier = threading.Barrier(3, timeout=60)
 
@@ -203,7 +203,7 @@ class SplitStepsTest(parameterized.TestCase):
 
 class FailureTest(parameterized.TestCase):
 
-  def test_a_process_whose_peer_is_gone_leaves_with_its_line(self):
+  def test_process_ends_in_one_line_without_peer(self):
     gone = jax.errors.JaxRuntimeError('UNAVAILABLE')
     with (
         mock.patch.object(hosts, '_has_peers', True),

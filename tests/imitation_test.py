@@ -83,7 +83,7 @@ class _Test(absltest.TestCase):
 
 class StartTest(_Test):
 
-  def test_held_out_loss_falls_and_a_stop_changes_no_number(self):
+  def test_loss_falls_and_stops_change_nothing(self):
     folder = imitation.start(make_config(), self.workdir)
     self.assertEqual(folder, os.path.join(self.workdir, 'model'))
     held_out = [r['sft/held_out_loss'] for r in self.records() if 'sft/held_out_loss' in r]
@@ -210,7 +210,7 @@ class TrainerTest(_Test):
 @pytest.mark.slow
 class RunTest(_Test):
 
-  def test_a_run_starts_from_the_folder_and_its_episodes_are_imitated(self):
+  def test_run_starts_from_folder_and_is_imitated(self):
     folder = imitation.start(make_config(), self.workdir)
     config = tiny_run.make_config(FOLDER, train__updates=1)
     config.model.folder = folder

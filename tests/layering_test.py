@@ -197,7 +197,7 @@ class LayeringTest(absltest.TestCase):
       names = [node.name for node in parse(path).body if isinstance(node, ast.FunctionDef)]
       self.assertIn('get_config', names, path)
 
-  def test_experiments_do_not_import_the_command_line_or_the_tests(self):
+  def test_experiments_import_no_command_line_or_tests(self):
     for path in (ROOT / 'experiments').rglob('*.py'):
       self.assertNoCommonElements(
           {module.split('.')[0] for module in imports(path)}, {'run', 'tests', 'benchmarks'}

@@ -166,7 +166,7 @@ class MakeVariantTest(parameterized.TestCase):
     )
     self.assertEqual((made.ratio, made.value_clip, made.whiten), ('turn', 0.0, False))
 
-  def test_a_variant_of_ones_own_brings_its_columns_and_needs(self):
+  def test_custom_variant_brings_columns_and_needs(self):
     config = schema.Config()
     plain = self.make(**{'algorithm.variant': 'own_rl:PLAIN'})
     self.assertFalse(plain.needs_critic)
@@ -178,7 +178,7 @@ class MakeVariantTest(parameterized.TestCase):
     over = {'rollout.group_size': 4, 'algorithm.gamma': 0.9}
     self.assertEqual(self.make(**{'algorithm.variant': 'own_rl:GROUPED', **over}).gamma, 0.9)
 
-  def test_a_group_algorithm_of_ones_own_is_refused_without_groups(self):
+  def test_custom_group_algorithm_needs_groups(self):
     words = ("variant='own_rl:GROUPED'", 'group_size=1', 'group_size=4')
     self.refused(*words, **{'algorithm.variant': 'own_rl:GROUPED'})
     self.refused('group_size=1', **{'algorithm.advantage': 'own_rl:centred'})
@@ -232,7 +232,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.objective': 'own_rl:constant'}, ('objective=', 'raised TypeError')),
       ({'algorithm.objective': 'dpp'}, ('did you mean dpo?',)),
   )
-  def test_what_an_objective_of_rows_cannot_have_is_refused(self, values, words):
+  def test_settings_without_row_objective_meaning_are_refused(self, values, words):
     dpo = {'algorithm.variant': 'dpo', 'rollout.group_size': 4}
     self.make(**dpo)
     self.refused(*words, **dpo, **values)
@@ -252,7 +252,7 @@ class MakeVariantTest(parameterized.TestCase):
     self.refused('field table holds a dict', **{'algorithm.variant': 'own_rl:TABLED'})
     self.refused('dppo_tv', "ratio='pieces'", **own, **{'algorithm.surrogate': 'dppo_tv'})
 
-  def test_a_function_that_counts_on_whole_groups_or_gives_nan_passes(self):
+  def test_function_on_whole_groups_passes_the_trial(self):
     of_four = {'algorithm.advantage': 'own_rl:of_four', 'rollout.group_size': 4}
     self.assertTrue(self.make(**of_four).needs_groups)
     self.make(**{'algorithm.advantage': 'own_rl:not_a_number'})
@@ -275,7 +275,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'divisor': 'vector'}, ('one number', 'returned float32 [2]')),
       ({'divisor': 'nothing'}, ('one number', 'NoneType')),
   )
-  def test_a_function_is_tried_on_shapes_before_the_weights(self, columns, words):
+  def test_function_is_tried_on_shapes_before_weights(self, columns, words):
     values = {f'algorithm.{column}': f'own_rl:{name}' for column, name in columns.items()}
     self.refused(*words, **values)
 
@@ -365,7 +365,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.gamma': 0.9, 'algorithm.lam': 0.9, 'algorithm.value_clip': 0.1}, ()),
       ({}, ()),
   )
-  def test_what_is_allowed_and_seldom_meant_is_warned_of(self, values, words):
+  def test_settings_seldom_meant_are_warned_of(self, values, words):
     config = schema.Config()
     for path, value in values.items():
       *parents, name = path.split('.')
@@ -378,7 +378,7 @@ class MakeVariantTest(parameterized.TestCase):
     for word in words:
       self.assertIn(word, logs.output[0])
 
-  def test_the_actor_s_rate_decays_over_its_own_steps(self):
+  def test_actor_rate_decays_over_actor_steps(self):
     config = schema.Config()
     config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
     config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)

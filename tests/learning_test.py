@@ -84,13 +84,13 @@ class LearningTest(parameterized.TestCase):
     self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
 
   @pytest.mark.slow
-  def test_a_policy_trained_on_negated_advantages_does_not_learn(self):
+  def test_negated_advantages_do_not_learn(self):
     breakage = lambda batch: batch.replace(advantages=-batch.advantages)
     scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)
     self.assertLess(scores[-1], 0.1)
 
   @pytest.mark.slow
-  def test_turn_two_out_of_the_loss_is_not_learned(self):
+  def test_turn_outside_the_loss_is_not_learned(self):
     """Without turn 2 in the loss, only the half score of turn 1 is learned."""
     breakage = lambda batch: batch.replace(action_mask=batch.action_mask * (batch.turn_ids != 2))
     scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)

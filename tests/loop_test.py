@@ -262,7 +262,7 @@ class LoopTest(parameterized.TestCase):
     for question in set(questions):
       self.assertEqual(questions.count(question) % group_size, 0)
 
-  def test_a_stale_run_is_corrected_and_resumes_bit_exactly(self):
+  def test_stale_run_resumes_bit_exactly(self):
     config = make_config(
         **{
             'train.updates': 3,
@@ -299,7 +299,7 @@ class LoopTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(state_after(config, killed, 3), state_after(config, straight, 3))
 
-  def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
+  def test_unavailable_retriever_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
     tiny_run.write_model(folder, favoured=SEARCHES, strength=5.0)
     unused = self.enterContext(socket.socket())  # bound, and nobody listens
@@ -392,7 +392,7 @@ class LoopTest(parameterized.TestCase):
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
   @parameterized.parameters(('playing', 0), ('waiting', 1), ('blocked', 0), ('blocked', 1))
-  def test_a_stop_waits_neither_for_episodes_nor_for_a_failed_retriever(self, when, staleness):
+  def test_stop_waits_for_nothing(self, when, staleness):
     config = make_config(
         **{
             'train.checkpoint_every': 0,
@@ -464,7 +464,7 @@ class LoopTest(parameterized.TestCase):
     loop.start(config, self.workdir)
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
-  def test_gradients_that_stay_non_finite_end_the_run_with_a_dump_and_one_line(self):
+  def test_persistent_nonfinite_gradients_end_the_run(self):
     def poisoned(*args, **kwargs):
       batch = to_turn_batch(*args, **kwargs)
       return batch.replace(rewards=batch.rewards * np.nan)

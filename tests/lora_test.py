@@ -108,7 +108,7 @@ class AdapterTest(parameterized.TestCase):
     largest = float(jnp.abs(adapters['layers']['mlp']['down']['lora_a']).max())
     self.assertBetween(largest, 0.8 / 40**0.5, 1 / 40**0.5)
 
-  def test_an_adapter_does_not_depend_on_the_other_targets(self):
+  def test_adapter_is_independent_of_other_targets(self):
     params = decoder.init(jax.random.key(0), MODEL)
     every = lora.init(jax.random.key(1), params, RANK, lora.TARGETS)
     one = lora.init(jax.random.key(1), params, RANK, ('v_proj',))
@@ -121,7 +121,7 @@ class AdapterTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(((24, 4, 8), 1), ((4, 8, 24), 2), ((24, 40), 1))
-  def test_a_projection_and_its_gradients_are_those_of_the_merged_kernel(self, shape, contracted):
+  def test_projection_and_gradients_equal_merged_kernel(self, shape, contracted):
     """y = x (W + s A B), dA = s dW B^T, dB = s A^T dW, to the last digits of float64."""
     with jax.enable_x64(True):
       config = dataclasses.replace(MODEL, dtype='float64', param_dtype='float64')
@@ -156,7 +156,7 @@ class AdapterTest(parameterized.TestCase):
     merged = lora.merge(params, make_adapters(params), 0.5)
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
 
-  def test_what_is_trained_is_in_float32_beside_a_bfloat16_base(self):
+  def test_trained_parameters_are_float32_beside_bfloat16(self):
     model = dataclasses.replace(MODEL, head='both', param_dtype='bfloat16')
     arrays = decoder.init(jax.random.key(0), model)
     for params in (arrays, jax.eval_shape(lambda: arrays)):
@@ -248,7 +248,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertGreater(float(metrics['stppo/grad_norm']), 0)
 
   @parameterized.parameters((True, 'tokens'), (False, 'both'))
-  def test_only_what_is_trained_has_a_state_and_changes(self, separate, head):
+  def test_only_trained_parameters_have_state(self, separate, head):
     """No bit of the base changes. Adam keeps two numbers per trained one, and its counts."""
     mesh = update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
@@ -325,7 +325,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertGreater(float(alone[1]['actor/pg_clipfrac']), 0)
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
-  def test_every_adapter_has_a_rule_and_follows_its_kernel(self):
+  def test_adapters_are_sharded_like_their_kernels(self):
     mesh = sharding.make_mesh(2, 2, 2)
     base = jax.eval_shape(lambda: decoder.init(jax.random.key(0), MODEL))
     places = sharding.tree_shardings(

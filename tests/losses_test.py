@@ -57,7 +57,7 @@ class SurrogateTest(chex.TestCase):
     )
     chex.assert_trees_all_close(got, jnp.array([[2.0, 2.0, 0.0], [0.0, -2.0, -2.0]]))
 
-  def test_a_ratio_exactly_at_a_bound_is_not_clipped(self):
+  def test_ratio_at_the_bound_is_not_clipped(self):
     """B holds w <= 1+eps and w >= 1-eps: at the bound the token is free, its gradient whole."""
     ratio = jnp.array([[1.0 + 0.2, 1.0 - 0.2, 1.0 + 0.2, 1.0 - 0.2]])
     a = jnp.array([[1.0, 1.0, -1.0, -1.0]])
@@ -139,7 +139,7 @@ class KlPenaltyTest(parameterized.TestCase):
     stale = self.mean_gradient('k2', self.old_logits, False)
     self.assertGreater(np.abs(stale - self.exact()).max(), 0.05)
 
-  def test_the_bound_of_k3_does_not_turn_the_gradient(self):
+  def test_bound_of_k3_keeps_gradient_direction(self):
     """A token at e^-9 of the reference has the value 10, and is still pulled up: w k1 = -9."""
     logp = jnp.array([-10.0, -10.0])
     reference = jnp.array([-1.0, -1.0])
@@ -147,7 +147,7 @@ class KlPenaltyTest(parameterized.TestCase):
     np.testing.assert_allclose(value, [10, 20])
     np.testing.assert_allclose(derivative, [-9, -18])
 
-  def test_a_wrong_log_prob_of_a_sampler_is_bounded(self):
+  def test_wrong_sampler_logprob_is_bounded(self):
     value, derivative = losses.kl_penalty(
         jnp.array(-1.0), jnp.array(-2.0), 'k2', jnp.array(-9999.0)
     )
@@ -234,13 +234,13 @@ class AggregationTest(chex.TestCase):
     got = losses.aggregate(x, (turn_ids > 0) * 1.0, mode, turn_ids=turn_ids)
     chex.assert_trees_all_close(got, jnp.array(expected), rtol=1e-12)
 
-  def test_a_turn_whose_tokens_are_all_dropped_is_no_turn(self):
+  def test_turn_with_all_tokens_dropped_vanishes(self):
     x, turn_ids = jnp.array([[1.0, 3.0, 70.0, 8.0]]), jnp.array([[1, 1, 0, 2]])
     got = losses.aggregate(x, jnp.array([[1.0, 1.0, 0, 0]]), 'seq-mean-turn-mean', None, turn_ids)
     chex.assert_trees_all_close(got, jnp.array(2.0), rtol=1e-12)
 
   @parameterized.parameters(*losses.AGGREGATIONS)
-  def test_an_episode_weighs_the_same_in_one_row_and_in_three(self, mode):
+  def test_episode_weight_is_independent_of_rows(self, mode):
     """Turns (1, 3), (8) and (5) of one episode against (7) and (9) of the other."""
     whole = jnp.array([[1.0, 3.0, 8.0, 5.0], [7.0, 0.0, 9.0, 0.0]])
     whole_ids = jnp.array([[1, 1, 2, 3], [1, 0, 2, 0]])
@@ -305,13 +305,13 @@ class ValueLossTest(chex.TestCase):
     gradient = self.variant(jax.grad(lambda v: jnp.sum(plain(v))))(values)
     chex.assert_trees_all_close(gradient, jnp.array([[-0.8, -0.1, -2.0]]))
 
-  def test_values_that_did_not_move_get_the_whole_gradient(self):
+  def test_unmoved_values_get_the_whole_gradient(self):
     """The first mini-batch: v = old_v, both squares tie, and a tie must not halve the gradient."""
     values, returns = jnp.array([[0.3, -1.0]]), jnp.array([[1.0, 1.0]])
     got = jax.grad(lambda v: jnp.sum(losses.value_loss(v, values, returns, 0.5)))(values)
     chex.assert_trees_all_close(got, values - returns)
 
-  def test_what_is_within_the_range_is_not_clipped_by_rounding(self):
+  def test_rounding_clips_nothing_within_range(self):
     rng = np.random.default_rng(0)
     old, values, returns = rng.normal(0, 0.05, (3, 1, 1000)).astype(np.float32)
     got = jax.jit(losses.value_loss, static_argnums=3)(values, old, returns, 0.5)

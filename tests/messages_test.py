@@ -33,7 +33,7 @@ print(repr(exchange.posted('news')))
 class ExchangeTest(parameterized.TestCase):
 
   @parameterized.parameters(2, 3, 5)
-  def test_all_get_the_messages_of_all_in_order_and_the_store_stays_small(self, num_processes):
+  def test_messages_arrive_ordered_and_are_deleted(self, num_processes):
     store = processes.Store()
     make = lambda i, n: b'%d-' % i + bytes([i, 10, n % 7]) * (n * i)  # with line breaks, 0 to 3 kB
 
@@ -50,7 +50,7 @@ class ExchangeTest(parameterized.TestCase):
     chunks = sum(29 * 3 * i // 100 + 1 for i in range(num_processes))
     self.assertLessEqual(store.most, 2 * chunks)
 
-  def test_what_one_process_posts_all_can_read_without_waiting(self):
+  def test_posted_messages_are_read_without_waiting(self):
     store = processes.Store()
     first, second = (messages.Exchange(store, i, 2) for i in range(2))
     self.assertEqual(second.posted('save 3'), '')
@@ -74,7 +74,7 @@ class ExchangeTest(parameterized.TestCase):
 
 class ShareTest(absltest.TestCase):
 
-  def test_json_goes_through_the_store_and_not_through_a_device(self):
+  def test_json_uses_the_store(self):
     store, here = processes.Store(), threading.local()
     self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
     self.enterContext(mock.patch.object(jax, 'process_index', lambda: here.index))

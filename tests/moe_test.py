@@ -103,7 +103,7 @@ class RouterTest(absltest.TestCase):
     entropy = -(0.5 * np.log(0.5) + 0.2 * np.log(0.2) + 0.3 * np.log(0.3))
     np.testing.assert_allclose(routing.entropy, [[entropy]], rtol=1e-6)
 
-  def test_a_replayed_choice_stays_and_its_weights_follow_the_logits(self):
+  def test_replay_fixes_choices_but_not_weights(self):
     before, after = jnp.log(jnp.array([[[[0.5, 0.2, 0.3]]], [[[0.1, 0.6, 0.3]]]]))
     _, routing = moe.route(before, 2, renormalise=False)
     weights, again = moe.route(after, 2, renormalise=False, chosen=routing.chosen.astype(jnp.uint8))
@@ -150,7 +150,7 @@ class ExpertsTest(parameterized.TestCase):
     grad = lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=(0, 1, 2)))(x, weights, kernels)
     chex.assert_trees_all_close(grad(moe.experts), grad(all_experts), rtol=1e-4, atol=1e-5)
 
-  def test_an_expert_that_no_token_chose_has_gradient_zero(self):
+  def test_unused_expert_has_zero_gradient(self):
     x, weights, chosen, kernels = draw_inputs(experts=3)
     chosen = jnp.where(chosen == 2, 1, chosen)
     grads = jax.grad(lambda k: jnp.sum(moe.experts(x, weights, chosen, k)))(kernels)
@@ -201,7 +201,7 @@ class DecoderTest(parameterized.TestCase):
     actual = grad(params, dataclasses.replace(CONFIG, **changes))
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
-  def test_replay_of_ones_own_choice_changes_nothing_and_of_another_does(self):
+  def test_replaying_own_routes_is_identity(self):
     params, tokens = make_params(), make_tokens()
     trunk = jax.jit(decoder.trunk, static_argnums=1)
     x, routing = trunk(params, CONFIG, tokens)
@@ -283,7 +283,7 @@ class ReplayTest(absltest.TestCase):
     state, _, seen = functions.update_step(state, update_test.NOTHING, batch, step)
     return batch, metrics, jax.device_get(state.actor), seen
 
-  def test_the_first_step_is_that_without_replay_and_its_ratio_is_1(self):
+  def test_first_step_equals_step_without_replay(self):
     batch, _, without, _ = self.run_step('none')
     self.assertIsNone(batch.routes)
     batch, _, replayed, seen = self.run_step('old_policy')
@@ -291,7 +291,7 @@ class ReplayTest(absltest.TestCase):
     np.testing.assert_array_equal(seen['ratio'], 1.0)
     chex.assert_trees_all_close(replayed, without, rtol=1e-6, atol=1e-7)
 
-  def test_a_changed_router_keeps_the_experts_of_the_old_policy(self):
+  def test_changed_router_keeps_old_experts(self):
     moved = jax.random.normal(jax.random.key(7), (2, 16, 4))
     batch, _, _, seen = self.run_step('old_policy', moved)
     actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC), moved)
@@ -355,13 +355,13 @@ class SamplerRoutesTest(parameterized.TestCase):
       {'rows': 5, 'prefill_rows': 2},
       {'rows': 4, 'width': 2, 'prefill_rows': 2},  # in place
   )
-  def test_they_are_those_of_one_pass_over_the_same_tokens(self, **sizes):
+  def test_recorded_experts_equal_those_of_one_pass(self, **sizes):
     for row, routes in self.play(**sizes):
       _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))
       self.assertEqual(routes.dtype, np.uint8)
       np.testing.assert_array_equal(routes, moe.recorded_routes(routing, 4)[0])
 
-  def test_an_episode_carries_them_to_its_row_of_the_batch(self):
+  def test_experts_reach_their_batch_row(self):
     ids = lambda *values: np.array(values, np.int32)
     routes = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
     later = 100 + np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
@@ -398,7 +398,7 @@ class SamplerRoutesTest(parameterized.TestCase):
     _, _, seen = functions.update_step(state, update_test.NOTHING, batch, step)
     return batch, metrics, seen
 
-  def test_training_reuses_them_though_its_own_router_chooses_others(self):
+  def test_training_reuses_recorded_experts(self):
     """The routes are those of a router that the trainer never had."""
     spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
     tokens, other = update_test.make_batch().tokens, jax.random.normal(
@@ -445,7 +445,7 @@ class SamplerRoutesTest(parameterized.TestCase):
 class RunTest(absltest.TestCase):
 
   @pytest.mark.slow
-  def test_a_run_replays_its_sampler_and_resumes_with_batches_ahead(self):
+  def test_replay_resumes_with_batches_ahead(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
     experts = dict(num_experts=4, experts_per_token=2, qk_norm=True, family='qwen3_moe')
     tiny_run.write(folder)

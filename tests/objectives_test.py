@@ -121,7 +121,7 @@ class PairTest(ObjectiveTest):
     got = objectives.cotangents(outputs, moved, row('dpo')).outputs.logp
     self.assertGreater(np.abs(got - expected).max(), 1e-3)
 
-  def test_at_the_start_each_pair_has_half_of_beta(self):
+  def test_first_pair_gradient_is_half_of_beta(self):
     batch, outputs = make_batch(np.zeros(8), self.scores, self.group_ids)
     got = np.asarray(objectives.cotangents(outputs, batch, row('dpo')).outputs.logp)
     slopes = np.abs(got)[np.asarray(batch.action_mask) > 0]
@@ -282,7 +282,7 @@ class RoverTest(ObjectiveTest):
     np.testing.assert_array_equal(got.outputs.uniform, 0)
 
   @parameterized.parameters(0.0, 1.0, 3.0)
-  def test_at_the_old_policy_it_is_twice_the_policy_gradient(self, alpha):
+  def test_gradient_at_old_policy_is_doubled(self, alpha):
     got = objectives.cotangents(self.outputs, self.batch, row('rover', alpha=alpha))
     expected = -2 * np.where(self.mask > 0, self.batch.advantages, 0) / 4
     np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
@@ -392,7 +392,7 @@ class StepTest(parameterized.TestCase):
   """The optimizer steps of a model, which descend by SGD at a rate of 1."""
 
   @parameterized.parameters(*NAMES)
-  def test_the_step_is_the_gradient_of_the_whole_objective(self, name):
+  def test_step_is_gradient_of_whole_objective(self, name):
     spec = update_test.make_spec(name, micro_batch=2, lengths=(12, 24), beta=2.0)
     mesh = update_test.one_device()
     batch, (state, metrics, _) = run_step(spec, mesh)
@@ -570,7 +570,7 @@ class LearnerTest(absltest.TestCase):
     (policy_update,) = learner.update(mock.Mock(number=1, episodes=rows), timing.Timing())
     return learner.state, policy_update
 
-  def test_the_first_sampled_one_of_equals_is_chosen_whatever_its_length(self):
+  def test_first_sampled_of_equals_is_chosen(self):
     learners = [self.learner(name) for name in ('superhf', 'dpo')]
     for lengths in itertools.permutations((2, 3, 4, 5)):
       chosen = []

@@ -60,7 +60,7 @@ class OffPolicyTest(parameterized.TestCase):
     on_policy = np.where(MASK > 0, 0, LOG_RATIO)
     np.testing.assert_array_equal(weights(level, 2.0, on_policy), np.ones(MASK.shape))
 
-  def test_turns_of_one_token_are_tokens_and_a_row_of_one_token_is_its_sequence(self):
+  def test_levels_agree_for_one_token_segments(self):
     turns = MASK.astype(np.int32) * np.arange(1, 7, dtype=np.int32)
     of = lambda level, rows: truncated_weights(
         jnp.asarray(LOG_RATIO[rows]),
@@ -75,13 +75,13 @@ class OffPolicyTest(parameterized.TestCase):
     np.testing.assert_allclose(of('sequence', last), of('token', last), rtol=1e-6)
 
   @parameterized.parameters(-1, 1)
-  def test_a_long_product_neither_overflows_nor_is_not_a_number(self, sign):
+  def test_long_products_stay_finite(self, sign):
     logp = jnp.full((1, 4096), 0.5 * sign)
     ones = jnp.ones((1, 4096), jnp.int32)
     w = truncated_weights(logp, jnp.zeros_like(logp), ones, ones, 'sequence', 2.0)
     np.testing.assert_allclose(w, np.full((1, 4096), 2.0 if sign > 0 else 0.0), rtol=1e-6)
 
-  def test_a_low_bound_makes_weights_outside_of_both_0(self):
+  def test_weights_outside_both_bounds_are_zero(self):
     behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
     got = truncated_weights(behaviour + LOG_RATIO, behaviour, MASK, TURN_IDS, 'token', 3.0, 0.4)
     np.testing.assert_allclose(got, [[1, 2, 0.5, 1, 0, 1], [1, 0, 1, 1, 1, 1]], rtol=1e-6)
@@ -92,7 +92,7 @@ class OffPolicyTest(parameterized.TestCase):
     np.testing.assert_array_equal(gradient, np.zeros(MASK.shape))
 
   @parameterized.product(level=LEVELS[1:], variant=('ppo', 'turn_ppo', 'rloo'))
-  def test_the_policy_terms_gradient_is_weighted_token_by_token(self, level, variant):
+  def test_policy_gradient_is_weighted_per_token(self, level, variant):
     """Against jax.grad of J = sum weight_t w_t min(r_t A_t, clip(r_t) A_t)."""
     rng = np.random.default_rng(0)
     row = dataclasses.replace(variants.VARIANTS[variant], whiten=False)

@@ -41,7 +41,7 @@ class OutcomesTest(absltest.TestCase):
       expected = dict.fromkeys(outcomes.MEANINGS, 0) | {name: 1}
       self.assertEqual(outcomes.count(rows), expected)
 
-  def test_program_that_raised_counts_with_a_reward_of_zero_too(self):
+  def test_crashed_program_counts_despite_reward_zero(self):
     crashed = episode(number=0, metrics={'crashed': 1.0})
     self.assertEqual(outcomes.count([crashed])['program_failed'], 1)
     alone = episode(metrics={'crashed': 1.0})  # a metric of an environment
@@ -71,7 +71,7 @@ class OutcomesTest(absltest.TestCase):
     counts = outcomes.count(EPISODES['retrieval_failed'], {0})
     self.assertEqual(counts['retrieval_failed'], 1)
 
-  def test_evaluation_counts_the_rows_of_programs_one_by_one(self):
+  def test_evaluation_counts_program_rows_singly(self):
     played = [episode(number=0), episode(number=0)]  # of two questions, in two batches
     metrics = scores.scores(played)
     self.assertEqual(metrics['val-outcome/answered'], 2)

@@ -94,7 +94,7 @@ class PyprojectTest(parameterized.TestCase):
         PYPROJECT['tool']['setuptools']['packages'], [*rooms, 'stppo_jax.shipped.experiments']
     )
 
-  def test_the_package_data_are_all_files_that_are_not_python(self):
+  def test_package_data_has_every_other_file(self):
     packaged = set()
     for package, patterns in PYPROJECT['tool']['setuptools']['package-data'].items():
       folder = ROOT / package.replace('.', '/')
@@ -105,11 +105,11 @@ class PyprojectTest(parameterized.TestCase):
         {path for path in files if path.suffix != '.py' and '__pycache__' not in path.parts},
     )
 
-  def test_run_py_and_the_command_are_the_same_function(self):
+  def test_run_py_equals_the_installed_command(self):
     self.assertEqual(PROJECT['scripts'], {'stppo': 'stppo_jax.cli:main'})
     self.assertIs(run.main, cli.main)
 
-  def test_the_licence_names_that_of_every_source_of_the_embedded_facts(self):
+  def test_licence_names_every_embedded_source(self):
     terms = (ROOT / 'stppo_jax/assets/knowledge/LICENSES.md').read_text(encoding='utf-8')
     for words, name in (
         ('Creative Commons Attribution 4.0', 'CC-BY-4.0'),
@@ -119,7 +119,7 @@ class PyprojectTest(parameterized.TestCase):
       self.assertIn(words, terms)
       self.assertIn(name, PROJECT['license'].split(' AND '))
 
-  def test_the_version_stands_in_the_citation_and_in_the_changelog(self):
+  def test_citation_and_changelog_have_the_version(self):
     citation = (ROOT / 'CITATION.cff').read_text(encoding='utf-8')
     self.assertIn(f'\nversion: {PROJECT["version"]}\n', citation)
     self.assertEqual(stppo_jax.__version__, PROJECT['version'])
@@ -178,12 +178,12 @@ class WheelTest(absltest.TestCase):
     self.assertEqual(self.updates('runs/st_ppo_tiny'), 1)
     self.assertTrue((self.folder / 'runs/st_ppo_tiny/report.html').is_file())
 
-  def test_a_shipped_experiment_is_found_where_the_folder_has_none(self):
+  def test_shipped_experiment_is_found_from_anywhere(self):
     said = self.stppo('--config=experiments/st_ppo_7b.py:smoke', '--mode=report', code=2)
     self.assertIn(f'config file: {self.site}/stppo_jax/shipped/experiments/st_ppo_7b.py', said)
     self.assertIn("stppo: workdir 'runs/st_ppo_7b_smoke' is not a folder", said)
 
-  def test_a_users_experiment_imports_the_shipped_ones_and_its_own_folder(self):
+  def test_user_experiment_imports_shipped_and_local_files(self):
     said = self.stppo('--config=mine.py', '--mode=report', code=2)
     self.assertIn("workdir 'runs/mine' is not a folder", said)
 

@@ -49,7 +49,7 @@ class PackTest(parameterized.TestCase):
     found = packing.pack(lengths, 2, (192, 384))
     self.assertLess(1 - lengths.sum() / packing.num_computed(found, 2, (192, 384)), 0.1)
 
-  def test_bins_that_are_not_shared_hold_one_row_each(self):
+  def test_unshared_bins_hold_one_row(self):
     """Two bins per micro-batch: 7 and 5 | 3 and 2 | 2; the shorter ones in bins of 4."""
     found = packing.pack([2, 5, 0, 3, 7, 2], 2, (4, 8), shared=False)
     np.testing.assert_array_equal(found.bin[[4, 1, 3, 0, 5]], [0, 1, 2, 3, 4])
@@ -125,7 +125,7 @@ class DealTest(absltest.TestCase):
     bins = packing.Bins(4, epochs, 2, (8,), 0, None)
     return rows, *packing.to_device(rows, bins, jax.random.key(1))
 
-  def test_demonstrations_are_marked_in_all_batches_or_where_they_are(self):
+  def test_demonstrations_are_marked_in_all_batches(self):
     rows = make_rows([1] * 4)
     key = jax.random.key(1)
     batch, _ = packing.to_device(rows, packing.Bins(4, 1, 2, (8,), 0, None), key)
@@ -173,7 +173,7 @@ class DealTest(absltest.TestCase):
         compiled(batch, step)
     self.assertLessEqual(compiled._cache_size(), 3)  # 4, 8 or 16 rows per step
 
-  def test_episodes_of_one_row_are_dealt_out_without_padding(self):
+  def test_one_row_episodes_need_no_padding(self):
     rows, batch, steps = self.deal([1] * 8)
     self.assertLen(batch.tokens, 8)
     plain = [dataclasses.replace(row, number=None, whole_score=None) for row in rows]

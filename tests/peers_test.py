@@ -99,7 +99,7 @@ class RolloutCorrectionTest(parameterized.TestCase):
     got = np.asarray(off_policy.accepted(off_policy.log_weights(*GAP, level), low, high))
     np.testing.assert_array_equal(got[MASK > 0], np.array(expected, bool))
 
-  def test_an_update_counts_what_is_accepted_and_weighs_it(self):
+  def test_accepted_tokens_are_counted_and_weighted(self):
     row = dataclasses.replace(
         variants.VARIANTS['ppo'],
         rollout_rs='token',

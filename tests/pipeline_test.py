@@ -132,7 +132,7 @@ class RefillTest(parameterized.TestCase):
     )
     return batches, batches.sample({}, number, 0)
 
-  def test_known_groups_are_replaced_until_all_have_a_spread(self):
+  def test_equal_groups_are_replaced(self):
     """Of 4 groups the 2nd and 4th have equal scores; of their two successors the first too."""
     due = [
         t.id for t in task_files.TaskStream([types.Task(str(i)) for i in range(8)], 4, 0).take(0)
@@ -164,7 +164,7 @@ class RefillTest(parameterized.TestCase):
     self.assertEqual(measured['perf/rows_busy'], (16 + 8 + 4) / 6)
 
   @parameterized.parameters((4, 0.5, False), (5, 0.5, True))
-  def test_an_environment_that_raises_ends_the_run_above_a_share(self, raised, allowed, ends):
+  def test_many_environment_errors_end_the_run(self, raised, allowed, ends):
     agent = ScriptedAgent(lambda call, task, sample: float(sample))
     play = agent.play
 
@@ -198,7 +198,7 @@ class RefillTest(parameterized.TestCase):
     self.assertLen(agent.calls, 1)  # played once
     self.assertEmpty(slept)
 
-  def test_after_the_last_round_the_batch_keeps_its_size(self):
+  def test_batch_keeps_size_after_last_round(self):
     agent = ScriptedAgent(lambda call, task, sample: 0.5)
     _, sampled = self.sample(agent)
     self.assertLen(agent.calls, 3)
@@ -236,7 +236,7 @@ class RefillTest(parameterized.TestCase):
 
 class OutageTest(parameterized.TestCase):
 
-  def test_waits_double_and_the_batch_is_played_once_more(self):
+  def test_waits_double_and_batch_is_repeated(self):
     retriever = FakeRetriever(up_at=100)
     played, replays = retriever.run()
     self.assertEqual(pipeline.failed_share(played), 0)
@@ -251,12 +251,12 @@ class OutageTest(parameterized.TestCase):
     self.assertEqual(retriever.now, 20)
     self.assertEqual(retriever.plays, 1)
 
-  def test_without_a_retriever_it_is_the_environment_that_failed(self):
+  def test_failure_without_retriever_blames_the_environment(self):
     play = lambda: episodes(8, 8)
     with self.assertRaisesRegex(types.RunError, '^the environment failed in 100% [^\n]*$'):
       pipeline.play_through(play, None, 0.5, 0.0, sleep=lambda s: None)
 
-  def test_a_retriever_that_answers_only_probes_ends_the_run(self):
+  def test_retriever_answering_only_probes_ends_run(self):
     retriever = FakeRetriever(up_at=1e9)
     retriever.search = lambda queries, top_k: [[]]
     with self.assertRaises(types.RunError):

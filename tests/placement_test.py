@@ -88,7 +88,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(kinds((state.actor_opt, state.critic_opt, state.critic)), {sharding.HOST})
     self.assertEqual(kinds((state.actor, there[1:])), {'device'})
 
-  def test_devices_without_that_memory_are_refused_in_one_line(self):
+  def test_devices_without_host_memory_are_refused(self):
     device = mock.Mock(platform='abacus')
     device.addressable_memories.return_value = [mock.Mock(kind='beads')]
     mesh = mock.Mock(devices=np.array([device]))

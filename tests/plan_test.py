@@ -95,7 +95,7 @@ class CountsTest(absltest.TestCase):
     self.assertEqual((found.kind, found.count, found.bytes), ('all-reduce', 1, 16 * 64 * 4))
     self.assertEqual(flops_lib.matmul_flops(traced.jaxpr), 2 * 16 * 32 * 64)
 
-  def test_flops_of_a_scan_a_branch_and_their_gradient(self):
+  def test_flops_of_scan_branch_and_gradient(self):
     def function(w, x):  # w [7,4,4], x [3,4]: seven products of 2 * 3 * 4 * 4
       x, _ = jax.lax.scan(lambda x, layer: (x @ layer, None), x, w)
       return jax.lax.cond(x[0, 0] > 0, lambda x: (x @ w[0]).sum(), lambda x: x.sum(), x)
@@ -132,7 +132,7 @@ class CountsTest(absltest.TestCase):
     self.assertEqual(flops(product), 2 * 6 * 4 * 5)
     self.assertEqual(flops(jax.grad(product, argnums=(0, 1))), 3 * 2 * 6 * 4 * 5)
 
-  def test_a_loop_of_unknown_count_uses_the_given_count(self):
+  def test_unknown_loop_count_uses_given_count(self):
     def function(n, x):  # x [4,4]
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
 

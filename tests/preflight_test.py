@@ -152,14 +152,14 @@ class BeforeWeightsTest(PreflightCase):
   def test_prompts_that_are_all_too_long(self):
     self.refused(make_config(rollout__max_prompt=3), 'max_prompt=3', 'all 5 questions', 'raise')
 
-  def test_some_prompts_that_are_too_long_are_a_warning(self):
+  def test_some_overlong_prompts_are_a_warning(self):
     config = make_config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'Who is ' + 'he ' * 200, ('x',))]
     with self.assertLogs('absl', 'WARNING') as logs:
       prepare.check_prompts(config, prepare.prepare(config), tasks)
     self.assertIn('1 of 2 prompts', logs.output[0])
 
-  def test_a_prompt_that_a_batch_cannot_play_is_counted_as_such(self):
+  def test_unplayable_prompts_are_counted(self):
     turn = types.Turn(np.zeros(3, np.int32), np.zeros(3), np.zeros(0, np.int32))
     make = lambda turns, **counts: types.Episode(
         types.Task('a'), 0, np.zeros(2, np.int32), turns, failed=True, counts=counts
@@ -183,7 +183,7 @@ class BeforeWeightsTest(PreflightCase):
     tiny_run.write_model(folder, vocab_size=1000)
     self.refused(make_config(model__critic_folder=folder), 'critic_folder', '1000')
 
-  def test_a_critic_of_the_same_size_with_other_tokens(self):
+  def test_critic_with_other_tokens_is_refused(self):
     folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'critic')
     shutil.copytree(os.path.join(FOLDER, 'model'), folder)
     path = pathlib.Path(folder, 'tokenizer.json')

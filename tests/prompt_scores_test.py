@@ -28,7 +28,7 @@ class PromptScoresTest(parameterized.TestCase):
     assert answer.ok, answer.text
     return answer.json()['choices']
 
-  def test_scores_of_a_sampled_turn_are_those_of_sampling(self):
+  def test_scores_of_sampled_turn_equal_sampling(self):
     """The request of lm-eval's multiple choice: the greedy turn as a part of the prompt."""
     turn = self.sampled['token_ids']
     other = [turn[0], turn[0]]  # nobody would write it

@@ -432,7 +432,7 @@ class FormatsTest(_FileTest):
     passages = {p.id: p for p in tasks.load_corpus(str(self.folder / 'qa.jsonl'))}
     self.assertEqual([passages[i].title for i in musique.gold], ['Steve'])
 
-  def test_cop_counts_from_the_number_that_the_column_shows(self):
+  def test_base_of_cop_comes_from_column(self):
     rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (1, 0, 3)]
     self.assertEqual([t.letter for t in self.load('m.jsonl', rows)], ['B', 'A', 'D'])
     rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (1, 4)]
@@ -537,7 +537,7 @@ class FilesTest(_FileTest):
     (task,) = self.load('qa.jsonl', '{"question": "q", "answer": NaN, "golden_answers": ["z"]}')
     self.assertEqual(task.answers, ('z',))
 
-  def test_rows_without_an_answer_are_left_out_and_counted(self):
+  def test_rows_without_answer_are_counted(self):
     rows = [
         _MUSIQUE,
         {**_MUSIQUE, 'answerable': False},  # the same id, as in musique_full

@@ -204,7 +204,7 @@ class ResumeTest(parameterized.TestCase):
       micro_run.train(make_config(**values | {'train.updates': 8}), self.workdir)
     self.assertEqual(alive[-1], 0)  # of batches 2 and 3, which the checkpoint held unsampled
 
-  def test_environment_that_raises_ends_the_run_with_its_state_saved(self):
+  def test_environment_error_saves_the_state(self):
     values, play, batches = {'train.checkpoint_every': 0}, micro_run.Agent.play, []
 
     def failing(agent, *args, greedy=False, **kwargs):
@@ -238,7 +238,7 @@ class ResumeTest(parameterized.TestCase):
     self.assertTrue(all(give_up() for give_up, _ in asked))
 
   @parameterized.parameters((0, 0), (1, 2), (0, UPDATES))
-  def test_a_stop_during_an_evaluation_is_saved_and_resumed(self, staleness, at):
+  def test_stop_during_evaluation_is_resumed(self, staleness, at):
     """The evaluation is abandoned, and the resumed run begins with it."""
     values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
     stop, play, evaluations = threading.Event(), micro_run.Agent.play, []
@@ -330,7 +330,7 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
-  def test_other_questions_are_refused_and_never_accepted_if_batches_were_sampled_ahead(self):
+  def test_other_questions_are_refused_on_resume(self):
     config = make_config(**{'pipeline.staleness': 1, 'train.updates': 1})
     contents = pipelines.Pipeline.contents
 
@@ -381,7 +381,7 @@ class StalenessTest(parameterized.TestCase):
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   @parameterized.parameters(0, 3)
-  def test_batch_n_is_sampled_with_the_parameters_of_update_n_1_s(self, staleness):
+  def test_batches_are_sampled_with_scheduled_parameters(self, staleness):
     """Against a list of the parameters after each update, kept by hand."""
     updates, after, sampled_with = 5, {}, {}
     sample, update = pipelines.Batches.sample, learner_lib.Learners.update
@@ -407,7 +407,7 @@ class StalenessTest(parameterized.TestCase):
       self.assertEqual(rows[n]['pipeline/staleness'], n - 1 - expected)
     self.assertFalse(np.array_equal(*map(lambda n: jax.tree.leaves(after[n])[0], (0, 1))))
 
-  def test_the_same_staleness_gives_the_same_run_and_another_gives_another(self):
+  def test_run_depends_on_staleness_alone(self):
     runs = []
     for staleness, slow_s in ((1, 0.0), (1, 0.02), (2, 0.0)):
       with tempfile.TemporaryDirectory() as workdir:
@@ -430,7 +430,7 @@ class StalenessTest(parameterized.TestCase):
     self.assertIs(seen[0][0], params)
     self.assertIs(seen[0][1], threading.main_thread())
 
-  def test_sampling_goes_on_while_the_main_thread_works_and_waits_while_it_evaluates(self):
+  def test_sampling_overlaps_updates_and_pauses_for_evaluation(self):
     begun, go_on = threading.Event(), threading.Event()
 
     def sample(params, number, staleness):

@@ -128,7 +128,7 @@ class PlayTest(parameterized.TestCase):
     decode = lambda turn: episode_test.make_tokenizer().decode(turn.tokens)
     self.assertEqual(env.heard, [decode(turn).removesuffix('<|im_end|>') for turn in said])
 
-  def test_a_batch_has_a_row_per_role_with_its_rewards_and_masks(self):
+  def test_batch_has_a_row_per_role(self):
     (asker, answerer), _ = play([SCRIPT])
     batch = batching.to_turn_batch([asker, answerer], (96,), rows=3)
     np.testing.assert_array_equal(batch.roles['asker'], [1, 0, 0])
@@ -167,7 +167,7 @@ class PlayTest(parameterized.TestCase):
     mask = np.asarray(batch.action_mask)
     np.testing.assert_allclose(logp * mask, batch.behaviour_logp, atol=1e-5)
 
-  def test_what_one_role_reads_changes_nothing_for_the_other(self):
+  def test_roles_read_independently(self):
     secret = ('a secret', *SCRIPT[0][1:])
     (asker, answerer), _ = play([SCRIPT])
     (asker2, answerer2), _ = play([(secret, *SCRIPT[1:])])
@@ -232,7 +232,7 @@ class PlayTest(parameterized.TestCase):
     self.assertEqual(list(map(content, shared)), list(map(content, equal)))
     self.assertEqual(list(map(content, shared[::2]))[0][0][0][:5], content(episodes[0])[0][0][:5])
 
-  def test_a_limit_of_one_role_ends_the_episode_of_all(self):
+  def test_limit_of_one_role_ends_episode(self):
     limits = dataclasses.replace(episode_test.LIMITS, max_total_tokens=30, max_prompt_tokens=20)
     again = ('x y z ' * 4, 0.0, False, False, {'role': 'answerer'})
     (asker, answerer), env = play([[again] * 9], first=('a', {'role': 'answerer'}), limits=limits)
@@ -240,7 +240,7 @@ class PlayTest(parameterized.TestCase):
     self.assertTrue(asker.absent)
     self.assertLess(len(env[0].heard), 9)
 
-  def test_a_second_prompt_that_is_too_long_is_counted(self):
+  def test_overlong_second_prompt_is_counted(self):
     long = ('the capital of France ' * 20, *SCRIPT[0][1:])
     (asker, answerer), _ = play([[long]])
     self.assertEqual(answerer.counts['prompt_too_long'], 1)
@@ -515,7 +515,7 @@ class RunTest(parameterized.TestCase):
     learned = lambda row: {k: v for k, v in row.items() if k.startswith(('actor', 'role', 'stppo'))}
     self.assertEqual(list(map(learned, got)), list(map(learned, want)))
 
-  def test_own_parameters_are_trained_on_their_role_s_rows_alone(self):
+  def test_parameters_train_on_own_role_only(self):
     """The second role never moves: the first one's numbers are, bit for bit, those of one agent."""
     values = {'rollout__width': 16, 'rollout__slot_buckets': (192,)}
     values |= {'actor__weight_decay': 0.1, 'critic__weight_decay': 0.1}  # not of one that is absent

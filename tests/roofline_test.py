@@ -15,7 +15,7 @@ class RooflineTest(absltest.TestCase):
     token = roofline.Token(weights=300, cache=5, flops=100.0, sent=15, collectives=4)
     self.assertEqual(token.seconds(20, CHIP), 4 + 3 + 2)
 
-  def test_compute_bounds_it_where_it_takes_longer_than_the_reads(self):
+  def test_longer_compute_bounds_the_time(self):
     token = roofline.Token(weights=300, cache=5, flops=7000.0)
     self.assertEqual(token.seconds(20, CHIP), 7)
 

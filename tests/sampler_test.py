@@ -172,7 +172,7 @@ class SampleTokenTest(parameterized.TestCase):
 
 class SamplerTest(parameterized.TestCase):
 
-  def test_an_eos_id_that_the_model_does_not_have_ends_nothing(self):
+  def test_eos_id_beyond_vocabulary_ends_nothing(self):
     table = make_sampler(stops=(), eos=(-1, CONFIG.vocab_size)).stop_table
     self.assertFalse((table[:-1] == len(table) - 1).any())
 
@@ -221,7 +221,7 @@ class SamplerTest(parameterized.TestCase):
       self.assertGreater(len(at), 3)
       np.testing.assert_allclose(got, want[at], atol=1e-5)
 
-  def test_logp_with_top_k_and_top_p_is_renormalised(self):
+  def test_logp_is_renormalised_over_kept_tokens(self):
     sampler = make_sampler(draw=(0.7, 10, 0.8))
     rows, columns, logps = self.play(sampler, self.FORCED)
     for row, at, got, logits in zip(rows, columns, logps, plain_logits(self.params, rows)):
@@ -349,7 +349,7 @@ class SamplerTest(parameterized.TestCase):
     np.testing.assert_array_equal(group.v[0][np.array([0, 3])], again.v[0])
     np.testing.assert_array_equal(group.logits[2], 0)
 
-  def test_chunks_of_a_row_depend_on_its_ids_alone(self):
+  def test_chunks_depend_on_row_ids_alone(self):
     """The chunks of a row do not depend on its neighbours'."""
     sampler, calls = make_sampler(chunk_buckets=(3, 8), prefill_rows=2), []
     read = sampler._prefill

@@ -76,7 +76,7 @@ class ReplayTest(parameterized.TestCase):
     values = {'eval.every': 0, 'eval.episodes': 1, 'train.checkpoint_every': 2} | values
     return tiny_run.make_config(FOLDER, **values), os.path.join(self.folder, name)
 
-  def test_replay_of_groups_that_were_sampled_ahead_is_bit_exact(self):
+  def test_replay_of_groups_ahead_is_bit_exact(self):
     self.check_replay(GROUPS | STALE)
 
   @parameterized.parameters({}, {'algorithm.old_logp': 'sampler', 'train.updates': 1})

@@ -93,7 +93,7 @@ class SegmentsTest(chex.TestCase):
     )(logp)
     _assert_close(got, expected, atol=1e-11)
 
-  def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence(self):
+  def test_levels_agree_in_limiting_cases(self):
     batch = oracle.random_batch(3)
     logp = oracle.token_logp(batch.features, batch.weights, batch.tokens)
     one_token_turns = np.cumsum(batch.action_mask, axis=1).astype(int) * (batch.turn_ids > 0)
@@ -123,7 +123,7 @@ class SegmentsTest(chex.TestCase):
     np.testing.assert_array_equal(ids, [[3, 1, 3, 0, 1, 2], [0, 1, 1, 0, 0, 1]])
     self.assertEqual(segments.from_labels(labels, mask)[1], 7)
 
-  def test_a_product_is_the_ratio_of_the_segments_probabilities(self):
+  def test_product_is_ratio_of_segment_probabilities(self):
     """Turns (2, .5, 4) and (.5): products 4 and .5; the gradient of each token is the ratio."""
     turn_ids = jnp.array([[1, 0, 1, 1, 2]])
     log_ratio = jnp.log(jnp.array([[2.0, 9.0, 0.5, 4.0, 0.5]]))

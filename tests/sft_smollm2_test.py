@@ -105,7 +105,7 @@ class StoryTest(parameterized.TestCase):
           r'.*answer is Kestwick\. </think>\n<answer> Kestwick </answer>$',
       )
 
-  def test_a_thought_states_a_finding_before_the_next_search(self):
+  def test_thought_states_finding_before_next_search(self):
     _, turns = make_demonstrator().play(BIRTH, np.random.default_rng(0))
     self.assertStartsWith(turns[1][0], '<think> Ardlen Bridge designer: Mira Toven. ')
     self.assertIn('Mira Toven was an engineer', turns[1][1])
@@ -119,7 +119,7 @@ class StoryTest(parameterized.TestCase):
     self.assertEqual(searches, [NO_STEPS.question, 'Mira Toven'])
     self.assertIn('Mira Toven: She was born in Kestwick.', final)
 
-  def test_a_title_is_asked_for_as_the_question_has_it(self):
+  def test_title_is_asked_for_as_written(self):
     searches, final = play(BOTH)
     self.assertEqual(searches[1:], ['Sunfall'])
     self.assertEndsWith(final, '<answer> yes </answer>')
@@ -180,7 +180,7 @@ def scripted(turns):
 class TokensTest(parameterized.TestCase):
 
   @parameterized.parameters(BIRTH, YEAR, NO_STEPS, BOTH)
-  def test_a_row_is_the_episode_that_its_turns_give(self, task):
+  def test_row_is_episode_of_its_turns(self, task):
     """Prompt, turns and cut observations, as the rollout plays them token by token."""
     config, tokenizer = make_config(), make_tokenizer()
     whole = len(tokenizer.encode(search.observation_text([PASSAGES[0]], 'search_r1')))
@@ -211,7 +211,7 @@ class TokensTest(parameterized.TestCase):
         [turn.action for turn in episode.turns], ['search'] * (len(turns) - 1) + ['answer']
     )
 
-  def test_a_turn_stops_with_its_last_token_and_not_before(self):
+  def test_turn_stops_at_its_last_token(self):
     tokenizer = make_tokenizer()
     table = chat.stop_automaton(tokenizer.token_bytes, search.SearchEnv.stop_strings)
     for seed in range(10):
@@ -234,7 +234,7 @@ class TokensTest(parameterized.TestCase):
     self.assertLen(pools[0], len(same))  # none twice
 
   @parameterized.parameters('max_prompt', 'max_turn', 'max_total')
-  def test_a_pool_leaves_out_what_the_rollout_would_cut(self, limit):
+  def test_pool_leaves_out_overlong_episodes(self, limit):
     config = make_config()
     self.assertNotEmpty(make_demonstrator(config).pool([BIRTH], 3, 0))
     setattr(config.rollout, limit, 20)

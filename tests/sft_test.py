@@ -92,13 +92,13 @@ class TrainTest(absltest.TestCase):
     a, b = (jax.device_get(self.train(3)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
-  def test_micro_batches_and_devices_do_not_change_the_result(self):
+  def test_result_is_independent_of_micro_batches_and_devices(self):
     whole = jax.device_get(self.train(3))
     mesh = sharding.make_mesh(2, 2, 1, jax.devices()[:4])
     split = jax.device_get(self.train(3, micro_batch=4, mesh=mesh))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, split)
 
-  def test_loss_is_the_mean_over_the_tokens_to_imitate(self):
+  def test_loss_is_mean_over_imitated_tokens(self):
     params = self.train(0)
     weights = np.array([[0.3, 0.3, 1, 0], [0, 0, 1, 1]], np.float32)
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
@@ -118,7 +118,7 @@ class TrainTest(absltest.TestCase):
       self.assertAlmostEqual(max(sizes), 1, places=3)
       self.assertGreater(min(sizes), 0)
 
-  def test_a_micro_batch_that_the_devices_do_not_divide_is_refused(self):
+  def test_indivisible_micro_batch_is_refused(self):
     num = len(jax.devices())
     self.assertEqual(sft.make_mesh(2 * num).size, num)
     with self.assertRaisesRegex(UserError, f'^--micro_batch={num + 1}: [^\n]* {num} devices$'):
@@ -140,7 +140,7 @@ class BatchesTest(absltest.TestCase):
   def pool(self, lengths):
     return [sft.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32)) for n in lengths]
 
-  def test_rows_are_drawn_once_each_and_come_in_micro_batches(self):
+  def test_each_row_is_drawn_once(self):
     draw = sft.batches(self.pool(range(1, 9)), 8, 2, (8,))
     tokens, weights = draw(np.random.default_rng(0))
     self.assertEqual((tokens.shape, weights.shape), ((4, 2, 8), (4, 2, 8)))
@@ -221,7 +221,7 @@ class DemonstrationsTest(absltest.TestCase):
 
 class StoredModelTest(absltest.TestCase):
 
-  def test_its_tokenizer_is_the_one_that_the_script_makes(self):
+  def test_tokenizer_is_that_of_the_script(self):
     tasks, demonstrator, _, _ = parts()
     folder = self.enterContext(tempfile.TemporaryDirectory())
     passages = task_files.load_corpus('embedded')

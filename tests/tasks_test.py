@@ -202,7 +202,7 @@ class ParquetTest(_FileTest):
     self.assertEqual(tasks.load_tasks(path, 'train'), plain)
     self.assertEqual([p.title for p in tasks.load_corpus(path)], ['Faust'])
 
-  def test_an_answer_that_is_a_plain_text_as_in_verl(self):
+  def test_plain_text_answer_of_verl_is_read(self):
     path = self.write_parquet(self.row(reward_model={'style': 'rule', 'ground_truth': 'Goethe'}))
     self.assertEqual(tasks.load_tasks(path, 'train')[0].answers, ('Goethe',))
 
@@ -240,7 +240,7 @@ class ParquetTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, 'holds questions.*data.corpus.*retriever.kind'):
       tasks.load_corpus(both)
 
-  def test_rows_without_an_index_get_ids_of_their_own(self):
+  def test_rows_without_index_get_unique_ids(self):
     paths = [
         self.write_parquet(self.row(extra_info=None), self.row(extra_info=None), name=name)
         for name in ('train.parquet', 'more.parquet')
@@ -431,7 +431,7 @@ class EmbeddedTest(parameterized.TestCase):
       self.assertLen({text for _, text in task.options}, 4)
       self.assertEqual(task.answers, (dict(task.options)[task.letter],))
 
-  def test_the_wordings_of_dev_and_test_occur_in_train(self):
+  def test_held_out_wordings_occur_in_train(self):
     def wording(task):
       return task.question.replace(self.corpus[task.gold[0]].title, '{}')
 

@@ -222,7 +222,7 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual(transcripts, [f'{turn}r?<answer>a</answer>'])
 
   @parameterized.parameters(100, 500, 900, 950, 980, 3000, 9000)
-  def test_deeply_nested_arguments_are_a_text_for_the_agent(self, depth):
+  def test_deeply_nested_arguments_are_an_observation(self, depth):
     nested = '[' * depth + ']' * depth
     call = f'<tool_call>{{"name": "add", "arguments": {{"a": {nested}, "b": 1}}}}</tool_call>'
     self.assertStartsWith(make().step(call)[0], 'Error: ')

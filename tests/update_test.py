@@ -248,7 +248,7 @@ class UpdateTest(parameterized.TestCase):
     functions = functions_of(spec, mesh)
     chex.assert_trees_all_close(step(functions, spec, state, batch), expected, rtol=1e-4, atol=1e-6)
 
-  def test_for_cudnn_each_row_has_a_bin_and_every_attention_is_the_kernels(self):
+  def test_cudnn_has_a_bin_per_row(self):
     """A CPU runs jax.nn's own in its place. Regression: segments made all of them plain."""
     packed = run_step(make_spec(), one_device())
     models = (dataclasses.replace(model, attention='cudnn') for model in (MODEL, CRITIC))
@@ -264,7 +264,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(cudnn.call_count, 10)
     chex.assert_trees_all_close(alone, packed, rtol=1e-4, atol=1e-6)
 
-  def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
+  def test_bias_of_clipped_rows_equals_all_rows(self):
     """Only the bins with something clipped are pulled back; the others' share of C is 0."""
     spec = make_spec('st_ppo', lengths=(24, 48), micro_batch=1)
     mesh = one_device()
@@ -287,7 +287,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertFalse(clipped[~far[:, 0]].any())
     np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
 
-  def test_the_state_is_donated_and_nothing_moves_to_the_host(self):
+  def test_state_is_donated_and_stays_on_device(self):
     """The old state's buffers become the new one's, and a step does not wait for the host."""
     spec = make_spec('st_ppo')
     mesh = one_device()
@@ -345,7 +345,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(float(metrics['stppo/divisor']), 1)
 
   @parameterized.parameters('paper', 'relative')
-  def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
+  def test_reported_norms_are_end_to_end_norms(self, rule):
     """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the
     parameters."""
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
@@ -440,7 +440,7 @@ class UpdateTest(parameterized.TestCase):
     return g, rest, metrics['stppo/bias_norm']
 
   @pytest.mark.slow
-  def test_the_moments_of_a_divided_step_are_those_without_a_divisor(self):
+  def test_division_leaves_moments_unchanged(self):
     mesh = one_device()
     adam, schedule = train_state.make_optimizer(0.01, 0)
     both = []
@@ -484,7 +484,7 @@ class UpdateTest(parameterized.TestCase):
       )
     self.assertNotIn('stppo/step_scale', plain)
 
-  def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
+  def test_norm_loss_divides_by_clipped_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
     spec = make_spec(row=row)
     mesh = one_device()
@@ -513,7 +513,7 @@ class UpdateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(after(0.0), after(5.0))
 
-  def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(self):
+  def test_nonfinite_step_is_counted_and_skipped(self):
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
@@ -529,7 +529,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
-  def test_a_step_that_would_be_divided_by_0_changes_nothing_and_is_counted(self):
+  def test_division_by_zero_skips_the_step(self):
     """The rule of a user that forgets that nothing may be clipped."""
     spec = make_spec('ppo', divisor=lambda g, c, any_clipped: c, divide='step')
     mesh = one_device()
@@ -542,7 +542,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(metrics['actor/skipped'], 1)
     chex.assert_trees_all_equal(state.actor, before.actor)
 
-  def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
+  def test_nonfinite_loss_skips_the_step(self):
     """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
     spec = make_spec(
         'ppo',
@@ -585,7 +585,7 @@ class UpdateTest(parameterized.TestCase):
         np.allclose(state.actor['embed']['embedding'], before.actor['embed']['embedding'])
     )
 
-  def test_the_rate_rises_then_decays_to_its_final_share(self):
+  def test_rate_rises_then_decays_to_share(self):
     # Warm-up of 2 of 7 steps: 1/2, 2/2; then from 1 to 0.2 in the 4 steps up to the last one.
     _, schedule = train_state.make_optimizer(1.0, 2, final_lr=0.2, num_steps=7)
     np.testing.assert_allclose(
@@ -597,7 +597,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose([constant(step) for step in (1, 6)], 1.0)
 
   @parameterized.parameters((0, [0.5, 0.5, 1.0]), (1, [0.5, 0.5, 0.5]))
-  def test_the_reported_rate_counts_the_steps_that_were_taken(self, critic_warmup, rates):
+  def test_reported_rate_counts_taken_steps(self, critic_warmup, rates):
     """Of three steps the first is not finite; a warm-up of two steps halves the first rate."""
     optimizer, schedule = train_state.make_optimizer(1.0, 2)
     spec = make_spec('st_ppo', critic_warmup=2 * critic_warmup)
@@ -638,7 +638,7 @@ class UpdateTest(parameterized.TestCase):
       after_bad = update.with_advantages(spec, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
 
-  def test_the_kl_that_adapts_the_coefficient_is_a_mean_over_episodes(self):
+  def test_adaptive_kl_averages_over_episodes(self):
     """KL of (.1, .3) and of (.5): .35 over episodes, as in verl, and .3 over tokens.
 
     The target is between them: 1 + (.35 / .32 - 1) * 2 / 100 raises the coefficient.
@@ -656,7 +656,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
 
-  def test_the_kl_coefficient_of_the_loss_is_that_of_the_steps(self):
+  def test_loss_uses_the_steps_kl_coefficient(self):
     spec = make_spec('ppo', kl_in='loss', kl_estimator='k3', kl_target=0.32, kl_horizon=100.0)
     mesh = one_device()
     batch = jax.tree.map(jnp.asarray, make_batch())
@@ -679,7 +679,7 @@ class UpdateTest(parameterized.TestCase):
     _, _, metrics = update.with_advantages(spec, make_state(spec, mesh), batch)
     self.assertEqual(metrics['critic/vf_explained_var'], 1)
 
-  def test_clip_fractions_are_of_the_tokens_that_the_loss_counts(self):
+  def test_clip_fractions_count_tokens_of_the_loss(self):
     spec = make_spec('ppo')
     mesh = one_device()
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
@@ -691,7 +691,7 @@ class UpdateTest(parameterized.TestCase):
     want = (clipped * counted).sum() / counted.sum()
     np.testing.assert_allclose(metrics['actor/pg_clipfrac'], want, rtol=1e-5)
 
-  def test_a_mini_batch_of_which_all_is_filtered_out_moves_no_policy(self):
+  def test_filtered_mini_batch_moves_no_policy(self):
     """Moments of the step before and the decay would; the critic, which is not filtered, moves."""
     spec = make_spec('ppo')
     adam = optax.adamw(1e-2, weight_decay=0.1)
@@ -708,7 +708,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual([metrics['stppo/step_norm'], metrics['actor/skipped']], [0, 0])
     self.assertGreater(metrics['critic/step_norm'], 0)
 
-  def test_tokens_without_an_advantage_are_not_clipped_nor_counted(self):
+  def test_tokens_without_advantage_are_not_clipped(self):
     spec = make_spec('st_ppo')
     mesh = one_device()
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)

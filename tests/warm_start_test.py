@@ -37,7 +37,7 @@ class WarmStartTest(parameterized.TestCase):
     command += ['--player=examples.signals.player:Player', '--episodes=64', '--steps=1', *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
-  def test_a_config_at_any_path_and_a_folder_below_others(self):
+  def test_config_and_folder_at_any_path(self):
     folder = os.path.join(self.folder, 'deep', 'model')
     path = self.write(CONFIG.format(folder=folder))
     done = self.start(path + ':smoke', '--width=32')

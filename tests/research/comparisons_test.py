@@ -53,7 +53,7 @@ class WorkedTest(parameterized.TestCase):
     self.assertEqual(comparisons.iqm(np.array([1, 2, 3, 4, 100])), 3.0)
     self.assertTrue(np.isnan(comparisons.iqm(np.array([]))))
 
-  def test_probability_of_improvement_counts_pairs_and_half_of_ties(self):
+  def test_probability_of_improvement_counts_ties_half(self):
     # Pairs of (1, 3) with (1, 2): 1-1 tie, 1-2 loss, 3-1 and 3-2 wins: (2 + 1/2) / 4.
     self.assertEqual(comparisons.probability_of_improvement([1, 3], [1, 2]), 0.625)
     self.assertEqual(comparisons.probability_of_improvement([1, 3], [1, 3]), 0.5)

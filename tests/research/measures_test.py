@@ -17,7 +17,7 @@ class MeasuresTest(parameterized.TestCase):
       ([0.4], 0.4),  # never trained
       ([0.4, 0.5, NAN, 0.7], 0.6),
   )
-  def test_final_is_the_mean_of_the_last_three_trained_evaluations(self, score, expected):
+  def test_final_is_mean_of_three_evaluations(self, score, expected):
     self.assertAlmostEqual(measures.final(np.array(score)), expected)
     self.assertEqual(measures.final(np.array(score), nonfinite=True), 0.0)
 
@@ -27,7 +27,7 @@ class MeasuresTest(parameterized.TestCase):
       ([0.9, 0.4, 0.4, 0.4], True),  # the best may be that of the untrained policy
       ([0.0, 0.0, 0.0, 0.0], False),  # nothing was learnt, so nothing was lost
   )
-  def test_collapse_is_an_end_under_half_of_the_best(self, score, expected):
+  def test_collapse_ends_below_half_of_best(self, score, expected):
     self.assertEqual(measures.collapsed(np.array(score)), expected)
 
   def test_a_run_that_is_not_finite_has_collapsed(self):
@@ -42,7 +42,7 @@ class MeasuresTest(parameterized.TestCase):
     # Ended after two of eight updates.
     self.assertAlmostEqual(measures.area(np.array([0.4, 0.6]), [0, 2], end=8), 1 / 8)
 
-  def test_a_spike_is_five_times_the_median_of_what_came_before(self):
+  def test_spike_is_five_times_previous_median(self):
     norms = np.array([1.0, 1.0, 1.0, 4.9, 5.1, 1.0, NAN, 1.0])
     # Of eight updates 5.1 > 5 x 1, and the one that is not finite; 4.9 is none.
     self.assertEqual(measures.spikes(norms), 2 / 8)

@@ -199,7 +199,7 @@ class ResultsTest(absltest.TestCase):
     with self.assertRaisesRegex(UserError, "no metric 'val-core/all/won'.*one of val-core/all/em$"):
       results.system_record(job, rows('ppo', 0), {'core_s': 1.0})
 
-  def test_toy_run_ends_after_three_skipped_steps_in_a_row(self):
+  def test_toy_run_ends_after_three_skips(self):
     study = grid.Study({'toy': grid.Grid(METHODS, seeds=(0, 1), task='toy')})
     job = grid.plan(study, schema.Config())[0]
     skipped = np.array([[0, 2, 2], [1, 2, 3]])

@@ -193,7 +193,7 @@ class RunnerTest(parameterized.TestCase):
     self.assertEqual(slots[1].environment | expected, slots[1].environment)
     self.assertNotIn('JAX_PLATFORMS', slots[1].environment)
 
-  def test_changed_method_runs_again_and_the_old_folder_is_kept(self):
+  def test_changed_method_runs_in_new_folder(self):
     self.make({'good': 0.1}).run()
     made = self.make({'good': 0.11})
     made.run()

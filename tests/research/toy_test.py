@@ -164,7 +164,7 @@ class TaskTest(absltest.TestCase):
     np.testing.assert_array_equal(ways.mask.sum(axis=2), [[3, 3], [2, 2]])
     self.assertTrue(ways.right.all())
 
-  def test_rewards_are_on_the_last_token_of_a_turn(self):
+  def test_rewards_are_at_last_turn_tokens(self):
     ways = task.right_ways(self.chain, self.world)
     batch = task.to_batch(self.chain, ways, jnp.arange(2))
     # key word         key word
