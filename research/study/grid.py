@@ -213,7 +213,8 @@ def _system_jobs(grid_name, grid, condition, method, overrides, config) -> list[
   run_config = changed(config, overrides)
   run_config.name = f'{grid_name}_{condition}_{method}'
   objective.make_variant(validation.validate(run_config))
-  components.resolve(run_config)
+  core_metrics = components.resolve(run_config).env.core_metrics
+  usual_score = f'val-core/all/{core_metrics[0]}' if core_metrics else USUAL_SCORES['system']
   jobs = []
   for seed in grid.seeds:
     seeded = changed(run_config, {'seed': seed})
@@ -224,7 +225,7 @@ def _system_jobs(grid_name, grid, condition, method, overrides, config) -> list[
             method=method,
             seeds=(seed,),
             task='system',
-            score=grid.score or USUAL_SCORES['system'],
+            score=grid.score or usual_score,
             overrides=overrides,
             digest=_digest(_numbers_depend_on(seeded), grid),
             arguments=tuple(_flags(seeded, config)),

@@ -23,6 +23,7 @@ import numpy as np
 from research import comparisons
 from research.study import grid as grid_lib
 from research.study import measures
+import stppo_jax
 from stppo_jax.types import UserError
 
 MAX_POINTS = 64  # per series of a run of the system
@@ -214,7 +215,7 @@ def _heading(job: grid_lib.Job, status: str, cost: Mapping[str, float]) -> dict[
 
 def origin() -> dict[str, str]:
   """Returns the machine, the versions and the commit of this process."""
-  versions = {'python': platform.python_version()}
+  versions = {'python': platform.python_version(), 'stppo_jax': stppo_jax.__version__}
   for package in ('jax', 'numpy'):
     versions[package] = importlib.metadata.version(package)
   return {
