@@ -102,6 +102,8 @@ OPTIONAL = (
     'envs.tool_calls',
     'envs.tool_runners',
     'envs.tools',
+    'models.lora',
+    'models.moe',
     'public_formats',
     'retrieval.dense',
     'retrieval.http',

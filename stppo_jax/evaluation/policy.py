@@ -18,7 +18,6 @@ from stppo_jax.distributed import hosts
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
@@ -193,6 +192,8 @@ def export(config: Config, workdir: str) -> str:
   for role, actor in actors.items():
     params = actor
     if config.model.lora_rank:
+      from stppo_jax.models import lora
+
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
       params = merge(parts.frozen.actor, actor, bare.lora_scale)
     convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)

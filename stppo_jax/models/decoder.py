@@ -20,8 +20,11 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
 Einsum letters are those of `types.py`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
+from typing import TYPE_CHECKING
 
 import chex
 import flax
@@ -32,12 +35,14 @@ import numpy as np
 
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
-from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.models.layers import Attention
 from stppo_jax.models.layers import Mlp
 from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
+
+if TYPE_CHECKING:
+  from stppo_jax.models import moe
 
 Params = dict[str, Any]  # a tree of arrays, as drawn above
 CPU_CACHE_TILE = 64  # ModelConfig.cache_tile for sampling on a CPU
@@ -77,6 +82,8 @@ class Block(nn.Module):
     y = RMSNorm(self.config, name='mlp_norm')(x)
     routing = None
     if self.config.num_experts:
+      from stppo_jax.models import moe
+
       y, routing = moe.Experts(self.config, name='moe')(y, chosen)
     else:
       y = Mlp(self.config, name='mlp')(y)
@@ -386,6 +393,12 @@ def unstack_layers(params: Params, config: ModelConfig) -> Params:
   Do this once before a decode loop: slicing the stack inside it would copy all weights per token.
   """
   return params | {'layers': _unstack(params['layers'], config)}
+
+
+def has_adapters(params: Params) -> bool:
+  """Returns whether a kernel of the layers has an adapter, see lora.py."""
+  paths = flax.traverse_util.flatten_dict(params['layers'])
+  return any('lora_a' in path for path in paths)
 
 
 def shapes(config: ModelConfig) -> Params:

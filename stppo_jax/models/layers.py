@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import attention
-from stppo_jax.models import lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +126,8 @@ class Project(nn.Module):
     matrix = kernel.astype(config.dtype).reshape(x.shape[1], -1)
     y = jnp.matmul(x, matrix, precision=self.precision)
     if self.has_variable('params', 'lora_a'):
+      from stppo_jax.models import lora
+
       a = self.get_variable('params', 'lora_a').astype(config.dtype)
       b = self.get_variable('params', 'lora_b').astype(config.dtype)
       y = y + config.lora_scale * lora.product(x, a, b)

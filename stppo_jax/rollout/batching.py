@@ -16,7 +16,6 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
-from stppo_jax.models import moe
 
 
 @dataclasses.dataclass
@@ -214,6 +213,8 @@ def batch_shapes(
   whole = shape((rows, length), np.int32)
   routes = None
   if routed_model is not None:
+    from stppo_jax.models import moe
+
     no_routes = functools.partial(moe.no_routes, routed_model, rows, length)
     routes = jax.eval_shape(no_routes)
   return types.TurnBatch(

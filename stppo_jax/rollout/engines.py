@@ -20,7 +20,6 @@ from stppo_jax.distributed import hosts
 from stppo_jax.envs import stepping
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import lora
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
@@ -154,6 +153,9 @@ def _score(model, params, tokens, temperature):
 
 def _write(model, engine_kind, has_adapters, params, folder):
   """Writes a folder of weights that an engine loads. All processes call it."""
+  if has_adapters:
+    from stppo_jax.models import lora
+
   if has_adapters and engine_kind == 'vllm':
     adapters = hosts.fetch(lora.adapters(params))
     if hosts.is_writer():

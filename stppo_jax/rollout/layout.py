@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stppo_jax.models import decoder
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
@@ -95,8 +94,11 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
 
   def copy(params):
     policy = {name: branch for name, branch in params.items() if name != 'value_head'}
-    merged = lora.merge(policy, {}, model.lora_scale)
-    policy = decoder.in_compute_dtype(merged, model)
+    if decoder.has_adapters(policy):
+      from stppo_jax.models import lora
+
+      policy = lora.merge(policy, {}, model.lora_scale)
+    policy = decoder.in_compute_dtype(policy, model)
     if between is not None:
       shardings = sharding.tree_shardings(policy, between)
       policy = jax.lax.with_sharding_constraint(policy, shardings)

@@ -20,7 +20,6 @@ import numpy as np
 
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
-from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
@@ -409,6 +408,8 @@ class Sampler:
     logits = jnp.where(is_new, logits, context.logits)
     routes = None
     if self.records_routes and routing is not None:
+      from stppo_jax.models import moe
+
       routes = moe.recorded_routes(routing, config.num_experts)
     context = Context(cache.k, cache.v, logits)
     return context, (cache.length, routes)
@@ -496,6 +497,8 @@ class Sampler:
     shape = (num_rows, self.steps)
     routes = None
     if self.records_routes:
+      from stppo_jax.models import moe
+
       routes = moe.no_routes(config, *shape)
     sampled = DecodeResult(
         tokens=jnp.zeros(shape, jnp.int32),

@@ -41,7 +41,6 @@ from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -393,6 +392,8 @@ def write(
   source = prepare.model_folder(config)
   params = actor
   if config.model.lora_rank:
+    from stppo_jax.models import lora
+
     params = jax.jit(lora.merge, static_argnums=2)(frozen.actor, actor, model.lora_scale)
   dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
   env = components.resolve(config).env

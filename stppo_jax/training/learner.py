@@ -21,7 +21,6 @@ from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.training import diagnostics
@@ -286,6 +285,8 @@ def load(config: Config, variant: Variant, load_model: Callable, make: Callable)
     if critic_head:
       critic_model, critic = load_model(config, critic_head, folder, memory_kind)
     return Models(model, critic_model, actor, critic, state_lib.Frozen())
+
+  from stppo_jax.models import lora
 
   one_base = critic_head and not folder
   first_head = 'both' if one_base else head

@@ -14,7 +14,6 @@ import optax
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
-from stppo_jax.models import lora
 from stppo_jax.models import sharding
 
 
@@ -69,15 +68,25 @@ class Frozen:
 
   def policy(self, actor: dict) -> dict:
     """Returns the parameters of the policy, given the trained ones."""
-    return lora.combine(self.actor, actor)
+    return _combine(self.actor, actor)
 
   def value_model(self, critic: dict) -> dict:
     """Returns the parameters of the separate critic, given the trained ones."""
-    return lora.combine(self.actor if self.critic is None else self.critic, critic)
+    base = self.actor if self.critic is None else self.critic
+    return _combine(base, critic)
 
   def reference_policy(self) -> dict:
     """Returns the parameters of the reference."""
     return self.actor if self.reference is None else self.reference
+
+
+def _combine(base, trained):
+  """Returns one tree with the leaves of both. Full training has no base."""
+  if not base:
+    return trained
+  from stppo_jax.models import lora
+
+  return lora.combine(base, trained)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,6 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.models import decoder
-from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
@@ -186,6 +185,8 @@ def annotate(
       columns = jax.tree.map(layout.unpack, bins)
       if routing is None:
         return columns, None, None
+      from stppo_jax.models import moe
+
       num_experts = spec.actor.num_experts
       load = moe.routing_sums(routing, layout.live, num_experts)
       own_routes = None
@@ -219,6 +220,8 @@ def annotate(
       logp, batch.behaviour_logp, sampled_mask, batch.turn_ids, variant
   )
   if load is not None:
+    from stppo_jax.models import moe
+
     load = jax.tree.map(sum_of_steps, load)
     is_replay = sampled_routes is not None
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
