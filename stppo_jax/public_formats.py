@@ -19,7 +19,7 @@ from stppo_jax.row_files import FileRow
 from stppo_jax.row_files import shown
 
 # The first column of each kind that a row has counts.
-_QUESTIONS = ('question', 'Question', 'QUESTION', 'problem', 'query')
+_QUESTIONS = ('question', 'Question', 'QUESTION', 'problem', 'query', 'Prompt', 'question_stem')
 _IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
 _ANSWERS = (
     'golden_answers',
@@ -28,12 +28,16 @@ _ANSWERS = (
     'answers',
     'answer',
     'Answer',
+    'Final answer',
+    'Correct Answer',
+    'correct_answer',
     'final_decision',
 )
 _OPTIONS = ('options', 'choices')
 _LETTERS = ('answer_idx', 'answerKey', 'answer_index')
+_OTHER_LETTERS = ('label', 'correct')  # which may also mean something else
 _OPTION_COLUMNS = ('opa', 'opb', 'opc', 'opd', 'ope')
-_PASSAGES = ('context', 'paragraphs', 'CONTEXTS')
+_PASSAGES = ('context', 'paragraphs', 'CONTEXTS', 'passage')
 _OTHERS = (
     'answer_aliases answerable cop data_source dataset extra_info images is_impossible metadata '
     'prompt question_decomposition reward_model split supporting_facts title'
@@ -44,11 +48,13 @@ COLUMNS = (
     *_ANSWERS,
     *_OPTIONS,
     *_LETTERS,
+    *_OTHER_LETTERS,
     *_OPTION_COLUMNS,
     *_PASSAGES,
     *_OTHERS,
 )
 _DECISIONS = ('yes', 'no', 'maybe')
+_TRUTHS = ('yes', 'no')  # of an answer that is true or false
 _LETTER = string.ascii_uppercase
 
 
@@ -223,6 +229,8 @@ class SetReader:
           f'no answer in the columns {row_files.listed(fields)}, where one of '
           f'{", ".join(_ANSWERS)} is read'
       )
+    if isinstance(value, bool):
+      return _choice(_TRUTHS, 'yes' if value else 'no')
     answers = _answers(name, value)
     for alias in _texts('answer_aliases', fields.get('answer_aliases') or []):
       answers.append(alias)
@@ -232,7 +240,11 @@ class SetReader:
       raise Unanswerable(f'column {column!r} has the answers {shown(value)}')
     unique = tuple(dict.fromkeys(answers))
     if name == 'final_decision':
-      return _decision(unique[0])
+      if unique[0].lower() not in _DECISIONS:
+        raise ValueError(
+            f"column 'final_decision' is {unique[0]!r}: one of yes, no, maybe is needed"
+        )
+      return _choice(_DECISIONS, unique[0].lower())
     return (), '', unique
 
   def _letter(self, fields, options, options_name):
@@ -249,7 +261,9 @@ class SetReader:
         raise ValueError(f"column 'cop' is {number}: there are {len(letters)} options")
       return letters[position]
     named: dict[str, str] = {}  # letters by the column that names them
-    for name in (*_LETTERS, *_ANSWERS):
+    for name in (*_LETTERS, *_ANSWERS, *_OTHER_LETTERS):
+      if named and name in _OTHER_LETTERS:
+        break
       value = fields.get(name)
       if isinstance(value, str):
         value = row_files.parsed(value)
@@ -465,13 +479,10 @@ def _texts(name, value):
   return texts
 
 
-def _decision(answer):
-  """Returns (options, right letter, answers) of PubMedQA."""
-  if answer.lower() not in _DECISIONS:
-    raise ValueError(f"column 'final_decision' is {answer!r}: one of yes, no, maybe is needed")
-  options = tuple(zip(_LETTER, _DECISIONS))
-  position = _DECISIONS.index(answer.lower())
-  return options, _LETTER[position], (_DECISIONS[position],)
+def _choice(texts, right):
+  """Returns (options, right letter, answers) of a choice between texts."""
+  letter = _LETTER[texts.index(right)]
+  return tuple(zip(_LETTER, texts)), letter, (right,)
 
 
 def _options(fields):
@@ -521,8 +532,9 @@ def _option(value, options):
   if not isinstance(value, str):
     return None
   text = value.strip()
+  bare = text.strip('(). ')  # of '(B)' and 'B.'
   for letter in letters:
-    if letter.lower() == text.lower():
+    if letter.lower() == bare.lower():
       return letter
   if text.lower() in _OPTION_COLUMNS:
     position = _OPTION_COLUMNS.index(text.lower())
@@ -554,9 +566,9 @@ def _passages(fields):
   name, value = _first(fields, _PASSAGES)
   if not value:
     return [], []
-  if isinstance(value, str) and name == 'context':
+  if isinstance(value, str) and name in ('context', 'passage'):
     parsed = row_files.parsed(value)
-    if isinstance(parsed, str):  # SQuAD
+    if isinstance(parsed, str):  # SQuAD, BoolQ
       title = fields.get('title')
       texts = [(title if isinstance(title, str) else '', parsed, True)]
     else:

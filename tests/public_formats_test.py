@@ -344,6 +344,9 @@ class FormatsTest(_FileTest):
           ],
           ('unnamed--3', 'Who?', ('a',)),
       ),
+      ('frames', 'f.jsonl', [{'Prompt': 'Who?', 'Answer': 'a'}], ('f-1', 'Who?', ('a',))),
+      ('gaia', 'g.jsonl', [{'Question': 'Who?', 'Final answer': '3'}], ('g-1', 'Who?', ('3',))),
+      ('sciq', 's.jsonl', [{'question': 'Who?', 'correct_answer': 'a'}], ('s-1', 'Who?', ('a',))),
   )
   def test_question_and_answers(self, name, content, expected):
     (task,) = self.load(name, content)
@@ -402,6 +405,18 @@ class FormatsTest(_FileTest):
           'y',
       ),
       ('pubmedqa', 'p.parquet', _PUBMED, 'A', 'yes'),
+      ('strategyqa', 's.json', {'qid': 'a', 'question': 'q', 'answer': False}, 'B', 'no'),
+      ('boolq', 'b.parquet', {'question': 'q', 'passage': 'p', 'answer': True}, 'A', 'yes'),
+      (
+          'medxpert',
+          'm.jsonl',
+          {'question': 'q', 'options': {'A': 'x', 'B': 'y'}, 'label': 'B'},
+          'B',
+          'y',
+      ),
+      ('label_besides', 'm.jsonl', {**_MEDQA, 'label': 'B'}, 'C', 'Nitrofurantoin'),
+      ('aqua', 'a.jsonl', {'question': 'q', 'options': ['A)1', 'B)2'], 'correct': 'B'}, 'B', 'B)2'),
+      ('bracket', 'a.jsonl', {'question': 'q', 'choices': ['x', 'y'], 'answer': '(B)'}, 'B', 'y'),
   )
   def test_multiple_choice(self, name, row, letter, text):
     (task,) = self.load(name, [row])
@@ -570,7 +585,7 @@ class FilesTest(_FileTest):
       ('no_question', {'id': 1, 'body': 'q', 'answer': 'a'}, 'no question in the columns id, body'),
       ('list', {'question': ['q'], 'answer': 'a'}, r"column 'question' is \['q'\]"),
       ('empty', {'question': ' ', 'answer': 'a'}, "column 'question' is empty"),
-      ('bool', {'question': 'q', 'answer': True}, "column 'answer' is True"),
+      ('bool', {'question': 'q', 'golden_answers': [True]}, "column 'golden_answers' is"),
       ('dict', {'question': 'q', 'answer': {'x': 'a'}}, "column 'answer' has the keys x"),
       (
           'code',
