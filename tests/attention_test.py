@@ -7,6 +7,7 @@ import sys
 import types
 from unittest import mock
 
+from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -37,12 +38,17 @@ class MaskTest(absltest.TestCase):
     rows = [[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]]]
     self.assertEqual(drawn(3, segments), rows)
     self.assertEqual(drawn(3, segments, 1, 2), [row[1:] for row in rows])
+    self.assertEqual(drawn(3, None, 0, 3, 2), [[[1, 0, 0], [1, 1, 0], [0, 1, 1]]])
 
   def test_a_cache_mask_written_out(self):
     slots = jnp.array([[1, 2], [0, 1]])  # two rows of lengths 1 and 0 read two tokens each
     np.testing.assert_array_equal(
         attention.cache_mask(slots, 4)[:, 0, 0],
         [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]],
+    )
+    np.testing.assert_array_equal(
+        attention.cache_mask(slots, 4, window=2)[:, 0, 0],
+        [[[1, 1, 0, 0], [0, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]],
     )
 
 
@@ -137,11 +143,18 @@ class SkippingTest(absltest.TestCase):
 class BackendsTest(parameterized.TestCase):
   """Without an accelerator: the TPU kernel is interpreted, and jax.nn's own replaces cuDNN."""
 
-  @parameterized.parameters(('splash', None, 128), ('splash', SEGMENTS, 64), ('cudnn', None, 8))
-  def test_equals_plain_with_gradients(self, backend, segments, width):
+  @parameterized.parameters(
+      ('splash', None, 128),
+      ('splash', SEGMENTS, 64),
+      ('splash', SEGMENTS, 64, 70, 2.0),
+      ('cudnn', None, 8),
+      ('cudnn', None, 8, 70),
+  )
+  def test_equals_plain_with_gradients(self, backend, segments, width, window=0, softcap=0.0):
     inputs = make_inputs(length=256, heads=6, kv_heads=2, width=width)
-    expected = output_and_gradients(inputs, segments)
-    actual = output_and_gradients(inputs, segments, backend=backend, chunk=64)
+    options = {'window': window, 'softcap': softcap}
+    expected = output_and_gradients(inputs, segments, **options)
+    actual = output_and_gradients(inputs, segments, backend=backend, chunk=64, **options)
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
   def test_the_tpu_kernel_is_not_imported_elsewhere(self):
@@ -209,6 +222,16 @@ class ChooseTest(parameterized.TestCase):
       else:
         with self.assertRaisesRegex(UserError, f"attention='{backend}' (needs|computes) .*plain"):
           attention.choose(backend, device, dtype, width, lengths)
+
+  def test_fallback_of_auto_is_logged_once(self):
+    logging._log_counter_per_token.clear()
+    device = self.device('gpu', '9.0')
+    with self.assertLogs(level='WARNING') as logs:
+      for _ in range(2):
+        chosen = attention.choose('auto', device, 'bfloat16', 64, (1024,), softcap=50.0)
+        self.assertEqual(chosen, 'plain')
+    (message,) = logs.output
+    self.assertIn('plain attention in training, because cudnn needs scores without a cap', message)
 
 
 if __name__ == '__main__':

@@ -53,6 +53,26 @@ _LLAMA3_SCALING = {
 }
 
 
+_YARN = {
+    'attention_factor': 1.2079441541679836,
+    'beta_fast': 32,
+    'beta_slow': 1,
+    'factor': 8.0,
+    'original_max_position_embeddings': 8192,
+    'rope_type': 'yarn',
+}
+_GEMMA = {
+    'attn_logit_softcapping': None,
+    'final_logit_softcapping': None,
+    'head_dim': 256,
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'query_pre_attn_scalar': 256,
+    'rope_local_base_freq': 10_000.0,
+    'rope_theta': 1_000_000.0,
+    'use_bidirectional_attention': False,
+}
+
+
 def _sizes(d_model, d_ff, layers, heads, kv_heads, vocab, positions):
   return {
       'hidden_size': d_model,
@@ -92,6 +112,29 @@ PUBLISHED = (
     | _sizes(576, 1536, 30, 9, 3, 49_152, 8192)
     | {'is_llama_config': True, 'rope_interleaved': False, 'tie_word_embeddings': True}
     | {'rope_theta': 100_000},
+    {'model_type': 'mistral', 'sliding_window': None, 'rope_theta': 1e6, 'rms_norm_eps': 1e-5}
+    | _COMMON
+    | _sizes(4096, 14336, 32, 32, 8, 32_768, 32_768),
+    {'model_type': 'mistral', 'sliding_window': 4096, 'rms_norm_eps': 1e-5}
+    | _COMMON
+    | _sizes(4096, 14336, 32, 32, 8, 32_000, 32_768),
+    {'model_type': 'smollm3', 'rope_theta': 5e6, 'rope_scaling': None, 'no_rope_layer_interval': 4}
+    | _COMMON
+    | _sizes(2048, 11008, 36, 16, 4, 128_256, 65_536)
+    | {'no_rope_layers': [1, 1, 1, 0] * 9, 'use_sliding_window': False, 'sliding_window': None},
+    {'model_type': 'olmo2', 'rope_theta': 5e5, 'rms_norm_eps': 1e-6}
+    | _COMMON
+    | _sizes(4096, 11008, 32, 32, 32, 100_352, 4096),
+    {'model_type': 'olmo3', 'rope_theta': 5e5, 'rms_norm_eps': 1e-6, 'sliding_window': 4096}
+    | _COMMON
+    | _sizes(4096, 11008, 32, 32, 32, 100_278, 65_536)
+    | {'rope_scaling': _YARN, 'layer_types': (['sliding_attention'] * 3 + ['full_attention']) * 8},
+    {'model_type': 'gemma3_text', 'sliding_window': 512, 'sliding_window_pattern': 6}
+    | _GEMMA
+    | _sizes(640, 2048, 18, 4, 1, 262_144, 32_768),
+    {'model_type': 'gemma3_text', 'sliding_window': 1024}
+    | {'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}}
+    | _sizes(2560, 10240, 34, 8, 4, 262_208, 131_072),
 )
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
@@ -591,18 +634,49 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
       (
           {'model_type': 'gpt2'},
-          "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama",
+          "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama, mistral",
       ),
       ({'model_type': None}, 'model_type None is not supported'),
       ({'hidden_size': None}, 'hidden_size is missing'),
       ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
       ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
-      ({'use_sliding_window': True}, 'use_sliding_window = True is not supported'),
+      ({'model_type': 'qwen3_moe', 'use_sliding_window': True}, 'use_sliding_window = True is not'),
+      ({'model_type': 'olmo2', 'use_sliding_window': True}, 'use_sliding_window = True is not'),
       ({'attention_bias': True}, 'attention_bias = True is not supported'),
       ({'mlp_bias': True}, 'mlp_bias = True is not supported'),
       ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
-      ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
-      ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
+      ({'rope_parameters': {'rope_type': 'yarn'}}, 'factor is missing'),
+      (
+          {'rope_parameters': {'rope_type': 'dynamic'}},
+          "rope type 'dynamic' is not supported; allowed",
+      ),
+      (
+          {'rope_parameters': {'rope_type': 'linear', 'factor': 2, 'beta_fast': 3}},
+          'have beta_fast = 3',
+      ),
+      (
+          {'rope_parameters': {'rope_type': 'yarn', 'factor': 2, 'llama_4_scaling_beta': 0.1}},
+          'have llama_4_scaling_beta = 0.1, which is not supported; allowed: attention_factor',
+      ),
+      (
+          {'model_type': 'olmo3', 'rope_parameters': {'chunked_attention': {'rope_theta': 1e4}}},
+          'rope_parameters has chunked_attention, which is not supported; allowed: full_attention',
+      ),
+      ({'model_type': 'smollm3', 'no_rope_layers': [1]}, 'allowed: 2 times 0 or 1'),
+      (
+          {'model_type': 'mistral', 'layer_types': ['full_attention', 'sliding_attention']},
+          'layer_types',
+      ),
+      ({'model_type': 'olmo3', 'layer_types': ['full_attention'] * 3}, 'allowed: 2 times'),
+      ({'model_type': 'gemma3_text', 'hidden_act': 'relu'}, "allowed: 'gelu_pytorch_tanh'"),
+      (
+          {
+              'model_type': 'gemma3_text',
+              'hidden_act': 'gelu_pytorch_tanh',
+              'attn_logit_softcapping': 50.0,
+          },
+          'attn_logit_softcapping = 50.0',
+      ),
       ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, 'remove the one that does not hold'),
       ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor is missing'),
       ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor = 0.5'),
@@ -658,7 +732,7 @@ class RefusalTest(parameterized.TestCase):
     """Each also loads as transformers writes it, with its own defaults filled in."""
     (self.folder / 'config.json').write_text(json.dumps(raw))
     expected = hf_config.load(self.folder)
-    config_class = getattr(transformers, hf_config.FAMILIES[raw['model_type']] + 'Config')
+    config_class = transformers.CONFIG_MAPPING[raw['model_type']]
     config_class(**raw).save_pretrained(self.folder)
     got = hf_config.load(self.folder)
     self.assertEqual(got, expected)

@@ -16,6 +16,7 @@ import math
 import re
 from typing import Any
 from typing import Literal
+from typing import NamedTuple
 
 from absl import logging
 import chex
@@ -24,12 +25,43 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from stppo_jax.models import categorical
 from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 NEVER = -1e30  # the score of a masked position
 NUM_BLOCKS = 4  # the plain backend has at most this many blocks of queries
 MIN_BLOCK = 64  # and at least this many queries per block
+
+
+class LinearScaling(NamedTuple):
+  """Rotary positions are divided by `factor`."""
+
+  factor: float
+
+
+class Llama3Scaling(NamedTuple):
+  """Llama 3's scaling of the low frequencies, see `frequencies`."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original: int  # original_max_position_embeddings
+
+
+class YarnScaling(NamedTuple):
+  """YaRN's scaling, see `frequencies`. `attention_factor` multiplies queries and keys."""
+
+  factor: float
+  original: int  # original_max_position_embeddings
+  attention_factor: float
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True  # whether the numbers of pairs are rounded to whole ones
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+SCALINGS = {'linear': LinearScaling, 'llama3': Llama3Scaling, 'yarn': YarnScaling}
 
 
 def causal(
@@ -40,12 +72,15 @@ def causal(
     backend: str = 'plain',
     chunk: int = 0,
     row_sharding: jax.sharding.NamedSharding | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> jax.Array:
   """Attends each token to itself and to the earlier tokens of its segment.
 
   q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
   segment per row. `chunk` is the plain backend's. `row_sharding` is the placement of the rows,
-  which the kernels need because the compiler cannot split them.
+  which the kernels need because the compiler cannot split them. With a `window` a token attends to
+  that many tokens, itself included. `softcap` caps the scores as `categorical.softcap` does.
 
   Choice: cuDNN takes no segments, so that rows for it are not packed (`takes_segments`). jax.nn
   passes segments only as a mask, which becomes a bias [B,1,T,T] with a gradient of that size; the
@@ -54,10 +89,10 @@ def causal(
   chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
   if backend == 'plain':
-    return _plain(q, k, v, segments, chunk)
+    return _plain(q, k, v, segments, chunk, window, softcap)
   devices = jax.devices() if row_sharding is None else row_sharding.mesh.devices.flat
   kernel = {'splash': _splash, 'cudnn': _cudnn}[backend]
-  attend = functools.partial(kernel, platform=devices[0].platform)
+  attend = functools.partial(kernel, platform=devices[0].platform, window=window, softcap=softcap)
   if row_sharding is not None:
     num_kv_heads = k.shape[2]
     attend = _on_each_device(attend, row_sharding, num_kv_heads)
@@ -70,19 +105,30 @@ def takes_segments(backend: str) -> bool:
 
 
 def choose(
-    backend: str, device: jax.Device, dtype: str, head_dim: int, lengths: Sequence[int]
+    backend: str,
+    device: jax.Device,
+    dtype: str,
+    head_dim: int,
+    lengths: Sequence[int],
+    softcap: float = 0.0,
 ) -> str:
   """Returns the backend of `causal` for rows of these lengths.
 
-  The result is `backend`, or for 'auto' the fastest backend that can run. UserError: the backend
-  cannot run on this device.
+  The result is `backend`, or for 'auto' the fastest backend that can run. The log says once why the
+  kernel of an accelerator cannot. UserError: the backend cannot run on this device.
   """
   if backend == 'auto':
-    for candidate in ('splash', 'cudnn'):
-      if not _obstacle(candidate, device, dtype, head_dim, lengths):
-        return candidate
+    kernel = {'tpu': 'splash', 'gpu': 'cudnn'}.get(device.platform)
+    if kernel is None:
+      return 'plain'
+    obstacle = _obstacle(kernel, device, dtype, head_dim, lengths, softcap)
+    if not obstacle:
+      return kernel
+    logging.log_first_n(
+        logging.WARNING, 'plain attention in training, because %s %s', 1, kernel, obstacle
+    )
     return 'plain'
-  if obstacle := _obstacle(backend, device, dtype, head_dim, lengths):
+  if obstacle := _obstacle(backend, device, dtype, head_dim, lengths, softcap):
     raise UserError(
         f'config.model.attention={backend!r} {obstacle}: set --config.model.attention=auto, '
         'or plain, which runs anywhere'
@@ -90,23 +136,30 @@ def choose(
   return backend
 
 
-def cached(q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+def cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> jax.Array:
   """Attends queries at `slots` [B,T] of a KV cache to all slots up to their own.
 
   q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H] -> [B,T,N,H]. With keys in several tiles, which is the
   layout for CPUs, a single query goes tile by tile. Several queries go row by row, so that the
-  scores of a row stay in a core's cache.
+  scores of a row stay in a core's cache. `window` and `softcap` are as in `causal`.
   """
   num_tiles = k.shape[2]
   num_queries = q.shape[1]
   if num_tiles == 1:
-    return _read_cache(q, k, v, slots)
+    return _read_cache(q, k, v, slots, window, softcap)
   if num_queries == 1:
-    return _read_tiles(q, k, v, slots)
+    return _read_tiles(q, k, v, slots, window, softcap)
 
   def read_row(row):
     row = [x[None] for x in row]
-    return _read_cache(*row)[0]
+    return _read_cache(*row, window, softcap)[0]
 
   return jax.lax.map(read_row, (q, k, v, slots))
 
@@ -141,6 +194,7 @@ def causal_mask(
     segments: jax.Array | None = None,
     first: int | jax.Array = 0,
     num_queries: int | None = None,
+    window: int = 0,
 ) -> jax.Array:
   """Returns [1 or B,1,1,T,S], true where the query (row) may attend to the key (column).
 
@@ -151,13 +205,15 @@ def causal_mask(
     0 0 1    1 1 1
 
   `segments` [B,S] belong to the keys. The queries are at `first` and the following columns, by
-  default at all columns.
+  default at all columns. With a `window` a query attends to that many keys, its own included.
   """
   if num_queries is None:
     num_queries = num_keys
   queries = first + jnp.arange(num_queries)
   keys = jnp.arange(num_keys)
   mask = keys <= queries[:, None]
+  if window:
+    mask &= keys > queries[:, None] - window
   mask = mask[None]  # [1,T,S]
   if segments is not None:
     query_segments = jax.lax.dynamic_slice_in_dim(segments, first, num_queries, axis=1)
@@ -165,17 +221,22 @@ def causal_mask(
   return mask[:, None, None]
 
 
-def cache_mask(slots: jax.Array, num_slots: int) -> jax.Array:
+def cache_mask(slots: jax.Array, num_slots: int, window: int = 0) -> jax.Array:
   """Returns [B,1,1,T,S] for queries at `slots` [B,T]; for a row at length 1 with T = 2 and S = 4:
 
   1 1 0 0
   1 1 1 0
+
+  With a `window` a query attends to that many slots, its own included.
   """
-  mask = jnp.arange(num_slots) <= slots[..., None]
+  keys = jnp.arange(num_slots)
+  mask = keys <= slots[..., None]
+  if window:
+    mask &= keys > slots[..., None] - window
   return mask[:, None, None]
 
 
-def _obstacle(backend, device, dtype, head_dim, lengths):
+def _obstacle(backend, device, dtype, head_dim, lengths, softcap):
   """Returns why a backend cannot run; empty where it can."""
   if backend == 'splash':
     multiple = SPLASH_BLOCKS[-1]
@@ -195,15 +256,18 @@ def _obstacle(backend, device, dtype, head_dim, lengths):
       return f'computes in bfloat16 or float16, and config.model.dtype is {dtype}'
     if head_dim % 8 or head_dim > 128:
       return f'needs heads of at most 128 channels, a multiple of 8, and the model has {head_dim}'
+    if softcap:
+      return f'needs scores without a cap, and the model has attention_softcap = {softcap}'
   return ''
 
 
-def _plain(q, k, v, segments, chunk):
+def _plain(q, k, v, segments, chunk, window, softcap):
   """Computes `causal` by blocks of queries.
 
   There are a few blocks, each of which attends only to the keys up to its end (on CPU speed see
   docs/dev/notes). With a `chunk` the chunks of a block run one after the other and the backward
-  pass recomputes their scores, so [B,M,g,T,T] never exists.
+  pass recomputes their scores, so [B,M,g,T,T] never exists. With a `window` a block leaves out the
+  keys before the window of its first query.
   """
   length = q.shape[1]
   q = _grouped(q, k.shape[2])
@@ -221,23 +285,30 @@ def _plain(q, k, v, segments, chunk):
   for first in range(0, length, block):
     end = min(first + block, length)
     queries = q[..., first:end, :]
-    keys = k[:, :, :end]
-    values = v[:, :, :end]
+    start = max(0, first + 1 - window) if window else 0
+    keys = k[:, :, start:end]
+    values = v[:, :, start:end]
     key_segments = None
     if segments is not None:
-      key_segments = segments[:, :end]
-    blocks.append(_attend_block(queries, keys, values, key_segments, first, chunk))
+      key_segments = segments[:, start:end]
+    block_first = first - start
+    blocks.append(
+        _attend_block(queries, keys, values, key_segments, block_first, chunk, window, softcap)
+    )
   y = jnp.concatenate(blocks, axis=3)
   return _ungrouped(y)
 
 
-def _attend_block(q, k, v, segments, first, chunk):
+def _attend_block(q, k, v, segments, first, chunk, window, softcap):
   """Attends a block of queries, which begins at column `first`, to all keys, in chunks."""
   num_queries = q.shape[3]
   num_keys = k.shape[2]
+  attend_all = _attend
+  if softcap:
+    attend_all = functools.partial(_attend_capped, softcap=softcap)
   if not chunk:
-    mask = causal_mask(num_keys, segments, first, num_queries)
-    return _attend(q, k, v, mask)
+    mask = causal_mask(num_keys, segments, first, num_queries, window)
+    return attend_all(q, k, v, mask)
   firsts = jnp.arange(first, num_keys, chunk)
   chunks = q.reshape(*q.shape[:3], len(firsts), chunk, -1)
   chunks = jnp.moveaxis(chunks, 3, 0)
@@ -245,8 +316,8 @@ def _attend_block(q, k, v, segments, first, chunk):
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def attend(queries_and_first):
     queries, first = queries_and_first  # [B,M,g,chunk,H]
-    mask = causal_mask(num_keys, segments, first, chunk)
-    return _attend(queries, k, v, mask)
+    mask = causal_mask(num_keys, segments, first, chunk, window)
+    return attend_all(queries, k, v, mask)
 
   y = jax.lax.map(attend, (chunks, firsts))
   y = jnp.moveaxis(y, 0, 3)
@@ -269,7 +340,7 @@ def _divisor(length, chunk):
   return 0
 
 
-def _splash(q, k, v, segments, platform):
+def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
   """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only on TPUs
 
@@ -285,8 +356,13 @@ def _splash(q, k, v, segments, platform):
       block_kv_dq=block,
   )
   mask = splash.CausalMask((length, length))
+  if window:
+    mask = splash.LocalMask((length, length), (window - 1, 0), 0)
   kernel = splash.make_splash_mha_single_device(
-      splash.MultiHeadMask([mask] * heads), block_sizes=sizes, interpret=platform != 'tpu'
+      splash.MultiHeadMask([mask] * heads),
+      block_sizes=sizes,
+      interpret=platform != 'tpu',
+      attn_logits_soft_cap=softcap or None,
   )
 
   def attend(q, k, v, segments):
@@ -300,11 +376,14 @@ def _splash(q, k, v, segments, platform):
   return jnp.swapaxes(y, 1, 2)
 
 
-def _cudnn(q, k, v, segments, platform):
+def _cudnn(q, k, v, segments, platform, window=0, softcap=0.0):
   """Runs cuDNN on one device's part; other platforms run XLA's implementation, for tests."""
-  assert segments is None
+  assert segments is None and not softcap
   implementation: Literal['cudnn', 'xla'] = 'cudnn' if platform == 'gpu' else 'xla'
-  return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+  local = (window - 1, 0) if window else None
+  return jax.nn.dot_product_attention(
+      q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+  )
 
 
 def _on_each_device(attend, row_sharding, num_kv_heads):
@@ -366,20 +445,30 @@ def _attend_backward(residuals, d):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _read_cache(q, k, v, slots):
+def _attend_capped(q, k, v, mask, softcap):
+  """Computes `_attend` with capped scores. XLA derives it."""
+  scale = q.shape[-1] ** -0.5
+  scores = _per_key_head('bmth,bmsh->bmts', q * scale, k)
+  scores = categorical.softcap(scores, softcap)
+  weights = jax.nn.softmax(jnp.where(mask, scores, NEVER)).astype(q.dtype)
+  return _per_key_head('bmts,bmsh->bmth', weights, v).astype(q.dtype)
+
+
+def _read_cache(q, k, v, slots, window, softcap):
   """Computes `cached` with the tiles of keys joined."""
   q = _grouped(q, v.shape[1])  # [B,M,g,T,H]
   k = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
   k = k.reshape(*k.shape[:3], -1)
   scale = q.shape[-1] ** -0.5
   scores = _per_key_head('bmth,bmhs->bmts', q * scale, k)
-  scores += _cache_bias(slots, v.shape[2])
+  scores = categorical.softcap(scores, softcap)
+  scores += _cache_bias(slots, v.shape[2], window)
   weights, inverse_sum = _softmax_parts(scores, q.dtype)
   y = _per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum
   return _ungrouped(y.astype(q.dtype))
 
 
-def _read_tiles(q, k, v, slots):
+def _read_tiles(q, k, v, slots, window, softcap):
   """Computes `cached` for one query per row, with one product per tile of keys and of values."""
   rows, heads, tiles, width, tile = k.shape
   q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
@@ -389,7 +478,8 @@ def _read_tiles(q, k, v, slots):
   q = jnp.broadcast_to(q[:, :, None], (rows, heads, tiles, group, width))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   scores = product('bmcgh,bmchs->bmcgs', q, k)
-  bias = _cache_bias(slots, tiles * tile)
+  scores = categorical.softcap(scores, softcap)
+  bias = _cache_bias(slots, tiles * tile, window)
   scores += bias.reshape(rows, 1, tiles, 1, tile)
   weights, inverse_sum = _softmax_parts(scores, q.dtype, axes=(2, 4))
   v = v.reshape(rows, heads, tiles, tile, width)
@@ -399,9 +489,9 @@ def _read_tiles(q, k, v, slots):
   return _ungrouped(y.astype(q.dtype))
 
 
-def _cache_bias(slots, num_slots):
+def _cache_bias(slots, num_slots, window):
   """Returns `cache_mask` as a bias. On a CPU a `where` would be another pass over the scores."""
-  return jnp.where(cache_mask(slots, num_slots), 0.0, NEVER)
+  return jnp.where(cache_mask(slots, num_slots, window), 0.0, NEVER)
 
 
 def _softmax_parts(scores, dtype, axes=-1):
@@ -445,34 +535,72 @@ def _ungrouped(y):
   return jnp.swapaxes(y, 1, 2)
 
 
-def frequencies(
-    head_dim: int, theta: float, scaling: tuple[float, float, float, int] | None = None
-) -> np.ndarray:
-  """Returns radians per position [H/2] of each pair of channels; `scaling` is as in `ModelConfig`.
+def frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+  """Returns radians per position [H/2] of each pair of `width` H channels.
 
-  Llama 3 slows down the low frequencies. Wavelengths above original / low_freq_factor grow by
-  `factor`, those below original / high_freq_factor stay, and those in between are blended.
+  Every scaling divides some frequencies by its factor and keeps the others:
+
+    linear  all are divided (Chen et al., arXiv 2306.15595)
+    llama3  Wavelengths above original / low_freq_factor grow by `factor`, those below original /
+            high_freq_factor stay, and those in between are blended.
+    yarn    Pairs that turn at least beta_fast times within the original context stay, those that
+            turn at most beta_slow times are divided. In between the blend is linear in the number
+            of the pair (Peng et al., arXiv 2309.00071, section 3.2).
   """
-  radians = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-  if scaling is None:
-    return radians.astype(np.float32)
-  factor, low, high, original = scaling
-  turns = original * radians / (2 * np.pi)  # within the original context
-  keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-  radians *= keep + (1 - keep) / factor
+  radians = theta ** -(np.arange(0, width, 2) / width)
+  if isinstance(scaling, Llama3Scaling):
+    turns = scaling.original * radians / (2 * np.pi)  # within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    radians *= keep + (1 - keep) / scaling.factor
+  elif isinstance(scaling, YarnScaling):
+    first = _pair_with_turns(scaling.beta_fast, width, theta, scaling.original)
+    last = _pair_with_turns(scaling.beta_slow, width, theta, scaling.original)
+    if scaling.truncate:
+      first = math.floor(first)
+      last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
+    if first == last:
+      last += 0.001
+    keep = 1 - np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
+    radians *= keep + (1 - keep) / scaling.factor
+  elif isinstance(scaling, LinearScaling):
+    radians /= scaling.factor
   return radians.astype(np.float32)
 
 
-def angles(positions: jax.Array | np.ndarray, radians: np.ndarray) -> tuple[Any, Any]:
-  """Returns (cos, sin) [B,T,1,H/2] float32 of positions [B,T]; NumPy positions give constants."""
+def _pair_with_turns(turns, width, theta, original):
+  """Returns the number (a real) of the pair that turns so often in the original context."""
+  return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def angles(
+    positions: jax.Array | np.ndarray, radians: np.ndarray, factor: float = 1.0
+) -> tuple[Any, Any]:
+  """Returns (cos, sin) [B,T,1,H/2] float32 of positions [B,T]; NumPy positions give constants.
+
+  Both are multiplied by `factor`, see `YarnScaling`.
+  """
   xp = np if isinstance(positions, np.ndarray) else jnp
   turned = positions[..., None, None].astype(np.float32) * radians
-  return xp.cos(turned), xp.sin(turned)
+  cos, sin = xp.cos(turned), xp.sin(turned)
+  if factor == 1:
+    return cos, sin
+  factor = np.float32(factor)
+  return cos * factor, sin * factor
 
 
 def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:
-  """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions."""
+  """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions.
+
+  With angles for fewer channels the rest stays as it is (GPT-NeoX, arXiv 2204.06745, section 2.1).
+  """
   cos, sin = rope
+  width = 2 * cos.shape[-1]
+  if width < x.shape[-1]:
+    rotated = rotate(x[..., :width], rope)
+    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
   x_float32 = x.astype(jnp.float32)
   a, b = jnp.split(x_float32, 2, axis=-1)
   rotated_a = a * cos - b * sin

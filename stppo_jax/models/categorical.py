@@ -13,6 +13,13 @@ import jax.numpy as jnp
 NEVER = -1e30  # the logit of a column of padding
 
 
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+  """Returns cap tanh(x / cap), which lies within +-cap (Gemma 2, arXiv 2408.00118). 0: x."""
+  if not cap:
+    return x
+  return cap * jnp.tanh(x / cap)
+
+
 def logp_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (log softmax(logits)[tokens], entropy of softmax(logits)), both [..].
 
@@ -79,13 +86,15 @@ def head_logp_and_entropy(
     temperature: float | jax.Array,
     num_parts: int,
     row_sharding: jax.sharding.NamedSharding | None = None,
+    logit_softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `logp_and_entropy` of the logits x @ kernel^T / temperature, both [X].
 
   x [X,D], kernel [V,D], tokens [X]. The columns of the logits are computed in `num_parts` parts,
   once forward and once backward. So in each direction a sharded kernel is gathered once, and its
   gradient reduced once, a part at a time. A loop over rows of x would do both once per part of the
-  rows. `row_sharding` is the placement of x; None leaves it to XLA.
+  rows. `row_sharding` is the placement of x; None leaves it to XLA. The logits are capped before
+  the temperature, as in sampling.
 
   With the log-sum-exp s_n and the entropy H_n of part n, and its share w_n = exp(s_n - s) of the
   probability, s = log sum exp(s_n) and H = sum w_n (H_n - log w_n).
@@ -102,7 +111,8 @@ def head_logp_and_entropy(
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def statistics_of_part(part_and_ids):
     part, ids = part_and_ids
-    logits = _part_logits(x, part, dtype, row_sharding) / temperature
+    logits = _part_logits(x, part, dtype, row_sharding)
+    logits = softcap(logits, logit_softcap) / temperature
     if has_padding:
       logits = jnp.where(ids < vocab_size, logits, NEVER)
     return _statistics(logits, tokens, ids)
@@ -124,6 +134,7 @@ def head_kl(
     temperature: float | jax.Array,
     num_parts: int,
     row_sharding: jax.sharding.NamedSharding | None = None,
+    logit_softcap: float = 0.0,
 ) -> jax.Array:
   """Returns KL(reference || policy) of the distributions of two heads, [X].
 
@@ -144,8 +155,10 @@ def head_kl(
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def sums_of_part(parts):
     part, reference_part, ids = parts
-    logits = _part_logits(x, part, dtype, row_sharding) / temperature
-    reference = _part_logits(reference_x, reference_part, dtype, row_sharding) / temperature
+    logits = _part_logits(x, part, dtype, row_sharding)
+    logits = softcap(logits, logit_softcap) / temperature
+    reference = _part_logits(reference_x, reference_part, dtype, row_sharding)
+    reference = softcap(reference, logit_softcap) / temperature
     is_token = ids < vocab_size
     logits = jnp.where(is_token, logits, NEVER)
     reference = jnp.where(is_token, reference, NEVER)

@@ -12,6 +12,7 @@ import math
 import pathlib
 from typing import Any
 
+from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -24,6 +25,22 @@ from stppo_jax.types import UserError
 
 STORED = ('F32', 'BF16', 'F16')  # dtypes that a folder may hold, by safetensors' names
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+# Prefixes of a text model within one for images and text -> those of the text model alone.
+TEXT_PREFIXES = {
+    'model.language_model.': 'model.',
+    'language_model.model.': 'model.',
+    'language_model.lm_head.': 'lm_head.',
+}
+# Prefixes of the parts for images, and of heads that predict several tokens at once.
+OTHER_PARTS = (
+    'model.vision_tower.',
+    'vision_tower.',
+    'model.multi_modal_projector.',
+    'multi_modal_projector.',
+    'model.visual.',
+    'visual.',
+    'mtp.',
+)
 MAX_SHARD_BYTES = 2 * 2**30
 
 
@@ -57,7 +74,7 @@ def load_hf(
   for entry in entries:
     entries_by_path[entry.path].append(entry)
   with contextlib.ExitStack() as stack:
-    tensors = _open_tensors(stack, folder)
+    tensors = _text_tensors(folder, _open_tensors(stack, folder))
     _check_keys(folder, config, tensors, entries)
     _check_tensors(folder, tensors, entries)
     if config.tie_embeddings and 'lm_head.weight' in tensors and head != 'value':
@@ -100,7 +117,7 @@ def save_hf(
     config = hf_config.readable_by_auto_tokenizer(config, tokenizer_folder)
     hf_config.check_has_tokenizer(tokenizer_folder)
     if (tokenizer_folder / 'config.json').is_file():
-      source = hf_config.read_json(tokenizer_folder / 'config.json')
+      source = hf_config.read_model(tokenizer_folder)
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
   if eos_ids:  # transformers would take the family's default
     token_ids.setdefault('eos_token_id', eos_ids[0] if len(eos_ids) == 1 else list(eos_ids))
@@ -183,6 +200,23 @@ def _open_tensors(stack, folder):
       raise UserError(f'{folder}: two files hold {_some(sorted(repeated))}; remove one of them')
     tensors |= {name: file.get_slice(name) for name in file.keys()}
   return tensors
+
+
+def _text_tensors(folder, tensors):
+  """Returns the tensors of the text model, under the names that a text model alone has."""
+  renamed = {}
+  for name, tensor in tensors.items():
+    if name.startswith(OTHER_PARTS):
+      continue
+    for prefix, own in TEXT_PREFIXES.items():
+      if name.startswith(prefix):
+        name = own + name.removeprefix(prefix)
+        break
+    renamed[name] = tensor
+  if len(renamed) < len(tensors):
+    left_out = len(tensors) - len(renamed)
+    logging.info('%s: %d tensors beside the text model are left out', folder, left_out)
+  return renamed
 
 
 def _check_keys(folder, config, tensors, entries):

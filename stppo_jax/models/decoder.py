@@ -1,4 +1,4 @@
-"""A decoder-only transformer (Qwen2, Qwen3, Qwen3-MoE, Llama) as functions of a parameter tree.
+"""A decoder-only transformer as functions of a parameter tree; families are flags of ModelConfig.
 
 Tokens in, log-probs or values out; layers.py has the layers. Training takes whole rows with right
 padding: attention is causal, so padding needs no mask, and segment ids separate packed episodes.
@@ -7,9 +7,10 @@ Sampling takes chunks and a `KVCache` in which every row has its own length.
 Parameter tree, every leaf under `layers` stacked on a leading L axis:
 
   embed/embedding [V,D]          final_norm/scale [D]
-  layers/attention_norm/scale    layers/mlp_norm/scale
+  layers/{attention,mlp}_norm/scale, with norm_after also {attention,mlp}_post_norm/scale [L,D]
   layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
-  layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H]
+  layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H],
+                                 with qk_norm_whole [L,NH] and [L,MH]
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
   layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]
                                  a mixture of experts has these in place of mlp
@@ -23,6 +24,8 @@ Einsum letters are those of `types.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -37,9 +40,11 @@ from stppo_jax.models import attention
 from stppo_jax.models import categorical
 from stppo_jax.models import sharding
 from stppo_jax.models.layers import Attention
+from stppo_jax.models.layers import LayerKind
 from stppo_jax.models.layers import Mlp
 from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
+from stppo_jax.types import UserError
 
 if TYPE_CHECKING:
   from stppo_jax.models import moe
@@ -72,21 +77,32 @@ class Block(nn.Module):
   """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
 
   config: ModelConfig
+  kind: LayerKind = LayerKind()
 
   @nn.compact
-  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None, chosen=None):
+  def __call__(self, x, ropes, segments=None, layer_cache=None, slots=None, chosen=None):
     """Maps x [B,T,D] to (x, layer_cache, Routing or None); `chosen` as in `moe.Experts`."""
-    y = RMSNorm(self.config, name='attention_norm')(x)
-    y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
+    config = self.config
+    y = x
+    if config.norm_before:
+      y = RMSNorm(config, name='attention_norm')(y)
+    attend = Attention(config, self.kind.window, name='attention')
+    y, layer_cache = attend(y, ropes.get(self.kind.rope), segments, layer_cache, slots)
+    if config.norm_after:
+      y = RMSNorm(config, name='attention_post_norm')(y)
     x = x + y
-    y = RMSNorm(self.config, name='mlp_norm')(x)
+    y = x
+    if config.norm_before:
+      y = RMSNorm(config, name='mlp_norm')(y)
     routing = None
-    if self.config.num_experts:
+    if config.num_experts:
       from stppo_jax.models import moe
 
-      y, routing = moe.Experts(self.config, name='moe')(y, chosen)
+      y, routing = moe.Experts(config, name='moe')(y, chosen)
     else:
-      y = Mlp(self.config, name='mlp')(y)
+      y = Mlp(config, name='mlp')(y)
+    if config.norm_after:
+      y = RMSNorm(config, name='mlp_post_norm')(y)
     return x + y, layer_cache, routing
 
 
@@ -97,18 +113,18 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   d = config.d_model
   v = config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
-  rope = _rope_table(config, 1)
+  ropes = _rope_tables(config, 1)
   block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))
 
   def init_layer(layer_key):
-    return block.init(layer_key, x, rope)['params']
+    return block.init(layer_key, x, ropes)['params']
 
   layer_keys = jax.random.split(layers_key, config.num_layers)
   embedding = 0.02 * jax.random.normal(embed_key, (v, d), dtype)
   params = {
       'embed': {'embedding': embedding},
       'layers': jax.vmap(init_layer)(layer_keys),
-      'final_norm': {'scale': jnp.ones((d,), dtype)},
+      'final_norm': {'scale': jnp.full((d,), 0 if config.norm_offset else 1, dtype)},
   }
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     kernel = 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)
@@ -137,13 +153,13 @@ def trunk(
   """
   chex.assert_rank(tokens, 2)
   if positions is None:
-    rope = _rope_table(config, tokens.shape[1])
+    ropes = _rope_tables(config, tokens.shape[1])
   else:
-    rope = attention.angles(positions, _frequencies(config))
+    ropes = _angles(config, positions)
   x = _embed(params, config, tokens)
   if routes is not None:
     routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
-  x, routing = _training_layers(params['layers'], config, x, rope, segments, routes)
+  x, routing = _training_layers(params['layers'], config, x, ropes, segments, routes)
   return _final_norm(params, config, x), routing
 
 
@@ -171,10 +187,11 @@ def cached_trunk(
   if lengths is None:
     lengths = jnp.full_like(cache.length, length)
   num_slots = cache.v[0].shape[2]
-  table = _rope_table(config, num_slots)
-  rope = tuple(jnp.asarray(column[0])[slots] for column in table)
+  ropes = {}
+  for name, table in _rope_tables(config, num_slots).items():
+    ropes[name] = tuple(jnp.asarray(column[0])[slots] for column in table)
   x = _embed(params, config, tokens)
-  x, k, v, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
+  x, k, v, routing = _cached_layers(params['layers'], config, x, ropes, slots, cache)
   x = _final_norm(params, config, x)
   return x, KVCache(k, v, cache.length + lengths), routing
 
@@ -225,6 +242,7 @@ def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array
   rows = x.reshape(-1, x.shape[-1])
   kernel = kernel.astype(config.dtype)
   logits = jnp.einsum(equation, rows, kernel, preferred_element_type=jnp.float32)
+  logits = categorical.softcap(logits, config.logit_softcap)
   return logits.reshape(*x.shape[:-1], -1)
 
 
@@ -287,7 +305,13 @@ def token_logp(
     num_parts = -(-length // chunk)
     kernel = _head_rows(params, config)
     logp, entropy = categorical.head_logp_and_entropy(
-        rows, kernel, tokens.reshape(-1), temperature, num_parts, config.row_sharding
+        rows,
+        kernel,
+        tokens.reshape(-1),
+        temperature,
+        num_parts,
+        config.row_sharding,
+        config.logit_softcap,
     )
     logp = logp.reshape(tokens.shape)
     entropy = entropy.reshape(tokens.shape)
@@ -308,8 +332,13 @@ def uniform_logp(
   mean_a log pi(a) = log pi(token) + (mean_a z_a - z_token) / temperature
 
   The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
-  are computed. Column 0 is 0.
+  are computed. Column 0 is 0. UserError: the model caps its logits, which are then not linear.
   """
+  if config.logit_softcap:
+    raise UserError(
+        'this objective needs the mean log-prob over the vocabulary, and the model caps its logits '
+        f'(final_logit_softcapping = {config.logit_softcap}): choose another objective or model'
+    )
   head = _head_rows(params, config)
   mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
   own_rows = head[tokens].astype(config.dtype)
@@ -347,6 +376,7 @@ def reference_kl(
       temperature,
       num_parts,
       config.row_sharding,
+      config.logit_softcap,
   )
   kl = kl.reshape(x.shape[:2])
   return _pad_first(kl[:, :-1])
@@ -413,6 +443,8 @@ def num_params(config: ModelConfig) -> int:
 
 def _embed(params, config, tokens):
   x = params['embed']['embedding'][tokens].astype(config.dtype)
+  if config.scale_embeddings:
+    x = x * jnp.asarray(math.sqrt(config.d_model), config.dtype)  # rounded, as in transformers
   return sharding.spread(x, config.row_sharding)
 
 
@@ -420,12 +452,17 @@ def _final_norm(params, config, x):
   return RMSNorm(config).apply({'params': params['final_norm']}, x)
 
 
-def _training_layers(layers, config, x, rope, segments, routes):
-  """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
+def _training_layers(layers, config, x, ropes, segments, routes):
+  """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation.
 
-  def apply_layer(x, layer_and_routes):
+  Layers of several kinds are scanned in periods: a step of the scan applies one layer of each place
+  in the period. Layers after the last whole period are unrolled.
+  """
+  kinds = config.layer_kinds
+
+  def apply_layer(kind, x, layer_and_routes):
     layer, layer_routes = layer_and_routes
-    x, _, routing = _apply(config, layer, x, rope, segments, chosen=layer_routes)
+    x, _, routing = _apply(config, kind, layer, x, ropes, segments, chosen=layer_routes)
     return x, routing
 
   scanned = config.scan_layers and not isinstance(layers, tuple)
@@ -435,20 +472,56 @@ def _training_layers(layers, config, x, rope, segments, routes):
         'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
     policy = policies[config.remat]
-    apply_layer = jax.checkpoint(apply_layer, policy=policy, prevent_cse=not scanned)
-  if scanned:
-    return jax.lax.scan(apply_layer, x, (layers, routes))
-  routings = []
-  for l, layer in enumerate(_unstack(layers, config)):
-    layer_routes = None
-    if routes is not None:
-      layer_routes = routes[l]
-    x, routing = apply_layer(x, (layer, layer_routes))
-    routings.append(routing)
-  return x, _stack(routings)
+    checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
+  else:
+    checkpoint = lambda function: function
+  apply_kind = {kind: checkpoint(functools.partial(apply_layer, kind)) for kind in kinds}
+
+  def apply_in_turn(kinds, x, layers_and_routes):
+    routings = []
+    for l, kind in enumerate(kinds):
+      x, routing = apply_kind[kind](x, jax.tree.map(lambda w, l=l: w[l], layers_and_routes))
+      routings.append(routing)
+    return x, _stack(routings)
+
+  if not scanned:
+    routings = []
+    for l, layer in enumerate(_unstack(layers, config)):
+      layer_routes = None
+      if routes is not None:
+        layer_routes = routes[l]
+      x, routing = apply_kind[kinds[l]](x, (layer, layer_routes))
+      routings.append(routing)
+    return x, _stack(routings)
+  period = _period(kinds)
+  if period == 1:
+    return jax.lax.scan(apply_kind[kinds[0]], x, (layers, routes))
+  num_periods = len(kinds) // period
+  split = num_periods * period
+
+  def in_periods(w):
+    return w[:split].reshape(num_periods, period, *w.shape[1:])
+
+  step = functools.partial(apply_in_turn, kinds[:period])
+  stacks = (layers, routes)
+  x, routing = jax.lax.scan(step, x, jax.tree.map(in_periods, stacks))
+  routing = jax.tree.map(lambda r: r.reshape(split, *r.shape[2:]), routing)
+  if split < len(kinds):
+    rest = jax.tree.map(lambda w: w[split:], stacks)
+    x, rest_routing = apply_in_turn(kinds[split:], x, rest)
+    routing = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), routing, rest_routing)
+  return x, routing
 
 
-def _cached_layers(layers, config, x, rope, slots, cache):
+def _period(kinds):
+  """Returns the smallest number of layers after which their kinds repeat."""
+  for period in range(1, len(kinds)):
+    if kinds[period:] == kinds[:-period]:
+      return period
+  return len(kinds)
+
+
+def _cached_layers(layers, config, x, ropes, slots, cache):
   """Returns (x [B,T,D] after all layers, new keys, new values, Routing).
 
   The layers are unrolled, because a scan would copy the cache.
@@ -459,8 +532,11 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   values = []
   routings = []
   layers = _unstack(layers, config)
-  for layer, layer_cache in zip(layers, zip(cache.k, cache.v), strict=True):
-    x, layer_cache, routing = _apply(config, layer, x, rope, layer_cache=layer_cache, slots=slots)
+  caches = zip(cache.k, cache.v)
+  for kind, layer, layer_cache in zip(config.layer_kinds, layers, caches, strict=True):
+    x, layer_cache, routing = _apply(
+        config, kind, layer, x, ropes, layer_cache=layer_cache, slots=slots
+    )
     k, v = layer_cache
     keys.append(k)
     values.append(v)
@@ -468,9 +544,9 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   return x, tuple(keys), tuple(values), _stack(routings)
 
 
-def _apply(config, layer, x, *args, **kwargs):
+def _apply(config, kind, layer, x, *args, **kwargs):
   """Applies one layer."""
-  outputs: Any = Block(config).apply({'params': layer}, x, *args, **kwargs)
+  outputs: Any = Block(config, kind).apply({'params': layer}, x, *args, **kwargs)
   x, layer_cache, routing = outputs
   return sharding.spread(x, config.row_sharding), layer_cache, routing
 
@@ -489,11 +565,20 @@ def _stack(trees):
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _rope_table(config, length):
-  """Returns (cos, sin) [1,T,1,H/2] of the positions 0 to length - 1, as constants."""
+def _rope_tables(config, length):
+  """Returns `_angles` [1,T,1,H/2] of the positions 0 to length - 1, as constants."""
   positions = np.arange(length)
-  return attention.angles(positions[None], _frequencies(config))
+  return _angles(config, positions[None])
 
 
-def _frequencies(config):
-  return attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+def _angles(config, positions):
+  """Returns (cos, sin) of the positions [B,T] for each rotation that a layer has, by its name."""
+  width = int(config.head_dim * config.rotary_share)
+  rotations = {'full': (config.rope_theta, config.rope_scaling), 'window': config.window_rope}
+  ropes = {}
+  for name in sorted({kind.rope for kind in config.layer_kinds} - {'none'}):
+    theta, scaling = rotations[name]
+    radians = attention.frequencies(width, theta, scaling)
+    factor = getattr(scaling, 'attention_factor', 1.0)
+    ropes[name] = attention.angles(positions, radians, factor)
+  return ropes

@@ -14,7 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
+from stppo_jax.models import families
+from stppo_jax.models.families import FAMILIES
 from stppo_jax.types import UserError
 
 # Settings that change a model, and the values that change nothing in this decoder. Configs of other
@@ -56,16 +59,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     'n_group': (1,),
     'topk_group': (1,),
 }
+# ModelConfig's names of soft caps -> those in config.json.
+_SOFTCAPS = {
+    'attention_softcap': 'attn_logit_softcapping',
+    'logit_softcap': 'final_logit_softcapping',
+}
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
-# The keys of ModelConfig.rope_scaling in config.json.
-_LLAMA3_SCALING = (
-    'factor',
-    'low_freq_factor',
-    'high_freq_factor',
-    'original_max_position_embeddings',
-)
-# model_type -> prefix of the classes' names in transformers.
-FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'qwen3_moe': 'Qwen3Moe', 'llama': 'Llama'}
 TOKENIZER_FILES = (
     'tokenizer.json',
     'tokenizer_config.json',
@@ -107,13 +106,14 @@ def load(
   """Reads the ModelConfig from a folder's config.json. UserError: not a supported model."""
   check_is_no_gguf(folder)
   path = pathlib.Path(folder) / 'config.json'
-  raw = read_json(path)
+  raw = read_model(folder)
   family = raw.get('model_type')
   if not isinstance(family, str) or family not in FAMILIES:
     raise UserError(
         f'{path}: model_type {family!r} is not supported; allowed: '
-        f'{", ".join(FAMILIES)}; choose a model of one of these'
+        f'{", ".join((*FAMILIES, *families.TEXT_PARTS))}; choose a model of one of these'
     )
+  raw = dict(FAMILIES[family].defaults) | raw
   _check_supported(path, raw)
   if head == 'tokens' and 'Classification' in str(raw.get('architectures')):
     raise UserError(
@@ -131,11 +131,17 @@ def load(
         'use the config.json that belongs to the weights'
     )
   num_heads = number('num_attention_heads')
-  num_kv_heads = number('num_key_value_heads', num_heads if family == 'llama' else None)
-  head_dim = number('head_dim', 128 if family == 'qwen3' else d_model // num_heads)
+  num_kv_heads = number(
+      'num_key_value_heads', num_heads if family in ('llama', 'olmo2', 'olmo3') else None
+  )
+  head_dim = number('head_dim', d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
-  _check_scales(path, raw, head_dim)
-  rope_theta, rope_scaling = _rope(path, raw)
+  layers = families.layer_fields(path, raw, num_layers, number)
+  rotations = families.rope_fields(path, raw, functools.partial(_rope, path))
+  softcaps = {}
+  for field, name in _SOFTCAPS.items():
+    if raw.get(name):
+      softcaps[field] = number(name, kind=float)
   if family == 'qwen3_moe':
     feed_forward = _experts(path, raw)
   else:
@@ -148,18 +154,18 @@ def load(
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
       **feed_forward,
-      rope_theta=rope_theta,
-      rope_scaling=rope_scaling,
+      **layers,
+      **rotations,
+      **softcaps,
+      attention_scale=_attention_scale(path, raw, head_dim),
       rms_norm_eps=number('rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2' or bool(raw.get('attention_bias')),
-      qk_norm=family in ('qwen3', 'qwen3_moe'),
       family=family,
       head=head,
       value_labels=value_labels,
       dtype=dtype,
       param_dtype=param_dtype,
-      max_positions=_positions(path, raw),
+      max_positions=_positions(path, raw, rotations['rope_scaling']),
   )
 
 
@@ -174,7 +180,7 @@ def check_is_no_gguf(folder: str | pathlib.Path) -> None:
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
   """Returns the dtype that a folder's config.json names ('bfloat16'), or '' without one."""
-  raw = read_json(pathlib.Path(folder) / 'config.json')
+  raw = read_model(folder)
   return str(raw.get('dtype') or raw.get('torch_dtype') or '')  # transformers 5, and 4
 
 
@@ -209,11 +215,8 @@ def fingerprint(folder: str | pathlib.Path) -> str:
 def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
   """Returns config.json as transformers 4 and 5 read it, with `token_ids` added."""
   kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
-  rope_scaling = None
-  if config.rope_scaling is not None:
-    rope_scaling = {'rope_type': 'llama3'} | dict(zip(_LLAMA3_SCALING, config.rope_scaling))
   raw = {
-      'architectures': [FAMILIES[config.family] + kind],
+      'architectures': [FAMILIES[config.family].prefix + kind],
       'model_type': config.family,
       'vocab_size': config.vocab_size,
       'hidden_size': config.d_model,
@@ -223,14 +226,13 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
       'head_dim': config.head_dim,
       'intermediate_size': config.d_ff,
       'hidden_act': 'silu',
-      'rope_theta': config.rope_theta,
-      'rope_scaling': rope_scaling,
       'rms_norm_eps': config.rms_norm_eps,
       'tie_word_embeddings': config.tie_embeddings,
       'max_position_embeddings': config.max_positions,
       'attention_dropout': 0.0,
       'torch_dtype': dtype,
   }
+  raw |= families.to_json(config)
   if config.family == 'llama':
     raw['attention_bias'] = config.qkv_bias
   if config.num_experts:
@@ -260,15 +262,24 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   h = config.head_dim
   query = config.num_heads * h
   key = config.num_kv_heads * h
-  attention = 'layers/attention'
+  path = 'layers/attention'
   layer_rows: list[tuple[str, str, tuple[int, ...], bool]] = [
-      ('input_layernorm.weight', 'layers/attention_norm/scale', (d,), False),
-      ('self_attn.q_proj.weight', f'{attention}/query/kernel', (query, d), True),
-      ('self_attn.k_proj.weight', f'{attention}/key/kernel', (key, d), True),
-      ('self_attn.v_proj.weight', f'{attention}/value/kernel', (key, d), True),
-      ('self_attn.o_proj.weight', f'{attention}/out/kernel', (d, query), True),
-      ('post_attention_layernorm.weight', 'layers/mlp_norm/scale', (d,), False),
+      ('self_attn.q_proj.weight', f'{path}/query/kernel', (query, d), True),
+      ('self_attn.k_proj.weight', f'{path}/key/kernel', (key, d), True),
+      ('self_attn.v_proj.weight', f'{path}/value/kernel', (key, d), True),
+      ('self_attn.o_proj.weight', f'{path}/out/kernel', (d, query), True),
   ]
+  norms = {'input_layernorm': 'attention_norm', 'post_attention_layernorm': 'mlp_norm'}
+  if config.norm_after:
+    norms = {
+        'post_attention_layernorm': 'attention_post_norm',
+        'post_feedforward_layernorm': 'mlp_post_norm',
+    }
+    if config.norm_before:
+      norms['input_layernorm'] = 'attention_norm'
+      norms['pre_feedforward_layernorm'] = 'mlp_norm'
+  for name, module in norms.items():
+    layer_rows.append((f'{name}.weight', f'layers/{module}/scale', (d,), False))
   feed_forward: dict[str, tuple[int, ...]] = {'gate': (f, d), 'up': (f, d), 'down': (d, f)}
   if not config.num_experts:
     for name, shape in feed_forward.items():
@@ -277,20 +288,21 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
     layer_rows.append(('self_attn.o_proj.bias', ABSENT, (d,), False))
   if config.qkv_bias:
     layer_rows += [
-        ('self_attn.q_proj.bias', f'{attention}/query/bias', (query,), False),
-        ('self_attn.k_proj.bias', f'{attention}/key/bias', (key,), False),
-        ('self_attn.v_proj.bias', f'{attention}/value/bias', (key,), False),
+        ('self_attn.q_proj.bias', f'{path}/query/bias', (query,), False),
+        ('self_attn.k_proj.bias', f'{path}/key/bias', (key,), False),
+        ('self_attn.v_proj.bias', f'{path}/value/bias', (key,), False),
     ]
   if config.qk_norm:
+    whole = config.qk_norm_whole
     layer_rows += [
-        ('self_attn.q_norm.weight', f'{attention}/query_norm/scale', (h,), False),
-        ('self_attn.k_norm.weight', f'{attention}/key_norm/scale', (h,), False),
+        ('self_attn.q_norm.weight', f'{path}/query_norm/scale', (query if whole else h,), False),
+        ('self_attn.k_norm.weight', f'{path}/key_norm/scale', (key if whole else h,), False),
     ]
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
   for l in range(config.num_layers):
     prefix = f'model.layers.{l}'
-    for name, path, shape, transpose in layer_rows:
-      entries.append(Entry(f'{prefix}.{name}', path, l, shape, transpose))
+    for name, parameter, shape, transpose in layer_rows:
+      entries.append(Entry(f'{prefix}.{name}', parameter, l, shape, transpose))
     if config.num_experts:
       router_shape = (config.num_experts, d)
       router = 'layers/moe/router/kernel'
@@ -356,6 +368,17 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return types.read_json(path, 'download it again')
 
 
+def read_model(folder: str | pathlib.Path) -> dict[str, Any]:
+  """Reads config.json; of a model with parts for images the text_config and what it leaves out."""
+  raw = read_json(pathlib.Path(folder) / 'config.json')
+  text = raw.get('text_config')
+  kind = families.TEXT_PARTS.get(str(raw.get('model_type')))
+  if kind is None or not isinstance(text, dict):
+    return raw
+  own = {name: value for name, value in raw.items() if name not in ('text_config', 'vision_config')}
+  return own | {'model_type': kind} | text
+
+
 def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
   """Writes indented JSON."""
   path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')
@@ -383,62 +406,43 @@ def _check_supported(path, raw):
   """
   family = raw['model_type']
   allowed_values = dict(_NEUTRAL)
-  if family == 'llama':
-    allowed_values['attention_bias'] = (False, True)
-  if family in ('qwen3', 'qwen3_moe'):
-    allowed_values |= dict.fromkeys(('use_qk_norm', 'qk_norm', 'qk_layernorm'), (True,))
   if family == 'qwen3_moe':
     del allowed_values['num_experts'], allowed_values['num_local_experts']
   for name in raw:
     if name.endswith(('_softcapping', '_softcap')):
       allowed_values[name] = (0,)
+  allowed_values |= FAMILIES[family].allowed
   for name, values in allowed_values.items():
+    if values is families.ANY:
+      continue
     if raw.get(name) is not None and raw[name] not in values:
       allowed = ', '.join(map(repr, values)) or 'none'
       raise UserError(
           f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
           'choose another model'
       )
-  _check_layers(path, raw)
 
 
-def _check_layers(path, raw):
-  """Raises UserError for layers without rotary positions, or with a window of attention."""
-  name = ''
-  layer_types = raw.get('layer_types') or ['full_attention']
-  rotary_layers = raw.get('no_rope_layers')  # 1: the layer has rotary positions
-  if layer_types != ['full_attention'] * len(layer_types):
-    name = 'layer_types'
-  elif rotary_layers and rotary_layers != [1] * len(rotary_layers):
-    name = 'no_rope_layers'
-  elif raw.get('no_rope_layer_interval') and not rotary_layers:
-    name = 'no_rope_layer_interval'
-  elif raw['model_type'] == 'llama' and raw.get('sliding_window') is not None:
-    # The other families have use_sliding_window, and many of them a window that is off.
-    if _number(path, raw, 'sliding_window') < _number(path, raw, 'max_position_embeddings', 2048):
-      name = 'sliding_window'
-  if name:
-    raise UserError(
-        f'{path}: {name} = {raw[name]!r} is not supported; allowed: full attention with rotary '
-        'positions in every layer; choose another model'
-    )
-
-
-def _check_scales(path, raw, head_dim):
-  """Raises UserError for attention with another scale than 1 / sqrt(head_dim)."""
+def _attention_scale(path, raw, head_dim):
+  """Returns ModelConfig.attention_scale; 0 is 1 / sqrt(head_dim). UserError: not of this family."""
   number = functools.partial(_number, path, raw, kind=float)
   scale = number('attention_multiplier', head_dim**-0.5)
   scale *= (number('query_pre_attn_scalar', head_dim) / head_dim) ** -0.5
-  if not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
-    raise UserError(
-        f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
-        f'{scale:g}; allowed: 1 / sqrt(head_dim) = {head_dim**-0.5:g}; choose another model'
-    )
+  if math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+    return 0.0
+  if 'query_pre_attn_scalar' in FAMILIES[raw['model_type']].defaults:
+    return scale
+  raise UserError(
+      f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
+      f'{scale:g}; allowed: 1 / sqrt(head_dim) = {head_dim**-0.5:g}; choose another model'
+  )
 
 
-def _positions(path, raw):
+def _positions(path, raw, scaling):
   """Returns the longest row. Beyond the first chunk, dual chunk attention is another model."""
   positions = _number(path, raw, 'max_position_embeddings', 32_768)
+  if isinstance(scaling, attention.YarnScaling):  # Qwen's pages add it to a shorter model
+    positions = max(positions, int(scaling.factor * scaling.original))
   chunks = raw.get('dual_chunk_attention_config')
   if chunks is None:
     return positions
@@ -523,18 +527,8 @@ def _rope(path, raw):
       )
   rope = forms[0] if forms else defaults
   theta = _number(path, rope, 'rope_theta', 10_000.0, float)
-  kind = rope['rope_type']
-  if kind == 'default':
-    return theta, None
-  if kind != 'llama3':
-    raise UserError(
-        f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
-        'choose another model or remove the scaling'
-    )
-  *names, last = _LLAMA3_SCALING
-  factors = [_number(path, rope, name, None, float) for name in names]
-  original = _number(path, rope, last)
-  return theta, (*factors, original)
+  positions = raw.get('max_position_embeddings')
+  return theta, families.scaling_of(path, rope, positions, functools.partial(_number, path, rope))
 
 
 def _number(path, raw, name, default=None, kind=int):

@@ -7,12 +7,20 @@ import dataclasses
 import importlib.resources
 import json
 import math
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import attention
+
+
+class LayerKind(NamedTuple):
+  """What differs between the layers of one model."""
+
+  window: int = 0  # 0: the whole row
+  rope: str = 'full'  # rotation: 'full' | 'window' (that of `window_rope`) | 'none'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +33,29 @@ class ModelConfig:
     experts_per_token: experts that each token goes through.
     norm_topk_prob: whether the weights of the chosen experts sum to 1.
     rope_theta: base of the rotary frequencies.
-    rope_scaling: Llama 3's (factor, low_freq_factor, high_freq_factor,
-      original_max_position_embeddings).
+    rope_scaling: scaling of the rotary frequencies. None: none.
+    window_rope: (base, scaling) of the layers with a window, as in Gemma 3 (arXiv 2503.19786,
+      section 2). None: those of the other layers.
+    rotary_share: share of a head's channels that are rotated, the first ones.
+    rotary_layers: whether each layer has rotary positions, as in SmolLM3, whose other layers have
+      none (arXiv 2501.18795). Empty: all have.
+    layer_types: 'full' or 'window' for each layer. Empty: all attend to the whole row.
+    window: tokens that a token of a 'window' layer attends to, itself included (Longformer,
+      arXiv 2004.05150, section 3.1).
+    norm_before: whether attention and feed-forward read x / rms(x), as in most families.
+    norm_after: whether their outputs are normalised: x + norm(f(..)) instead of x + f(..), as in
+      OLMo 2 (arXiv 2501.00656, section 3.2). Gemma 3 does both.
+    norm_offset: whether norms multiply by 1 + scale instead of scale, as in Gemma.
+    scale_embeddings: whether x_0 = sqrt(D) E[token] instead of E[token], as in Gemma.
+    activation: function of the gate in the feed-forward network, 'silu' | 'gelu_tanh'.
+    attention_scale: factor of the scores. 0: 1 / sqrt(head_dim).
+    attention_softcap: bound of the scores, see `categorical.softcap`. 0: none.
+    logit_softcap: bound of the token logits. 0: none.
     tie_embeddings: whether the output matrix is the embedding.
     qkv_bias: whether query, key and value have a bias, as in Qwen2.
     qk_norm: whether query and key are normalised, as in Qwen3.
-    family: key names that convert.py reads and writes: 'qwen2' | 'qwen3' | 'qwen3_moe' | 'llama'.
+    qk_norm_whole: whether this norm is over all heads at once instead of each head, as in OLMo 2.
+    family: names of tensors that convert.py reads and writes, a key of `families.FAMILIES`.
     head: 'tokens' | 'value' | 'both' (two heads on one trunk).
     value_labels: names of the outputs of the value head: the value, or the logits of bins.
     dtype: dtype of the computation, 'float32' | 'bfloat16'.
@@ -56,11 +81,25 @@ class ModelConfig:
   experts_per_token: int = 0
   norm_topk_prob: bool = False
   rope_theta: float = 10_000.0
-  rope_scaling: tuple[float, float, float, int] | None = None
+  rope_scaling: attention.RopeScaling | None = None
+  window_rope: tuple[float, attention.RopeScaling | None] | None = None
+  rotary_share: float = 1.0
+  rotary_layers: tuple[bool, ...] = ()
+  layer_types: tuple[str, ...] = ()
+  window: int = 0
+  norm_before: bool = True
+  norm_after: bool = False
+  norm_offset: bool = False
+  scale_embeddings: bool = False
+  activation: str = 'silu'
+  attention_scale: float = 0.0
+  attention_softcap: float = 0.0
+  logit_softcap: float = 0.0
   rms_norm_eps: float = 1e-6
   tie_embeddings: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
+  qk_norm_whole: bool = False
   family: str = 'qwen2'
   head: str = 'tokens'
   value_labels: tuple[str, ...] = ('value',)
@@ -75,20 +114,40 @@ class ModelConfig:
   cache_tile: int = 0
   row_sharding: jax.sharding.NamedSharding | None = None
 
+  @property
+  def layer_kinds(self) -> tuple[LayerKind, ...]:
+    """The kind of each layer."""
+    kinds = []
+    for l in range(self.num_layers):
+      is_window = bool(self.layer_types) and self.layer_types[l] == 'window'
+      rope = 'full'
+      if self.rotary_layers and not self.rotary_layers[l]:
+        rope = 'none'
+      elif is_window and self.window_rope is not None:
+        rope = 'window'
+      kinds.append(LayerKind(self.window if is_window else 0, rope))
+    return tuple(kinds)
+
 
 class RMSNorm(nn.Module):
-  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
+
+  With `norm_offset` the factor is 1 + scale.
+  """
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x):
     width = x.shape[-1:]
-    scale = self.param('scale', nn.initializers.ones, width, self.config.param_dtype)
+    has_offset = self.config.norm_offset
+    first = nn.initializers.zeros if has_offset else nn.initializers.ones
+    scale = self.param('scale', first, width, self.config.param_dtype)
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(y * y, -1, keepdims=True)
     y = y * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)
-    y = y * scale.astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    y = y * (1 + scale if has_offset else scale)
     return y.astype(x.dtype)
 
 
@@ -142,10 +201,14 @@ class Attention(nn.Module):
   """Applies causal attention in which g = N / M query heads share a key head."""
 
   config: ModelConfig
+  window: int = 0
 
   @nn.compact
   def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
-    """Maps x [B,T,D] to (x, layer_cache); segments and slots [B,T], layer_cache a (k, v)."""
+    """Maps x [B,T,D] to (x, layer_cache); segments and slots [B,T], layer_cache a (k, v).
+
+    `rope` is as in `attention.rotate`; None rotates nothing.
+    """
     config = self.config
     d = config.d_model
     n = config.num_heads
@@ -155,28 +218,36 @@ class Attention(nn.Module):
     k = Project(config, (d, m, h), bias=config.qkv_bias, name='key')(x)
     v = Project(config, (d, m, h), bias=config.qkv_bias, name='value')(x)
     if config.qk_norm:
-      q = RMSNorm(config, name='query_norm')(q)
-      k = RMSNorm(config, name='key_norm')(k)
-    q = attention.rotate(q, rope)
-    k = attention.rotate(k, rope)
+      heads = (q.shape, k.shape)
+      if config.qk_norm_whole:
+        q = q.reshape(*q.shape[:2], -1)
+        k = k.reshape(*k.shape[:2], -1)
+      q = RMSNorm(config, name='query_norm')(q).reshape(heads[0])
+      k = RMSNorm(config, name='key_norm')(k).reshape(heads[1])
+    if rope is not None:
+      q = attention.rotate(q, rope)
+      k = attention.rotate(k, rope)
+    if config.attention_scale:
+      q = q * (config.attention_scale * math.sqrt(h))  # attention divides by sqrt(h)
+    options = {'window': self.window, 'softcap': config.attention_softcap}
     if layer_cache is None:
-      y = attention.causal(
-          q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
-      )
+      backend = config.attention
+      chunk = config.attention_chunk
+      y = attention.causal(q, k, v, segments, backend, chunk, config.row_sharding, **options)
     else:
       cached_k, cached_v = layer_cache
       layer_cache = attention.write_cache(cached_k, cached_v, k, v, slots)
       cached_k, cached_v = layer_cache
       k = cached_k.astype(config.dtype)
       v = cached_v.astype(config.dtype)
-      y = attention.cached(q, k, v, slots)
+      y = attention.cached(q, k, v, slots, **options)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
     return y, layer_cache
 
 
 class Mlp(nn.Module):
-  """Returns down(silu(gate(x)) * up(x))."""
+  """Returns down(silu(gate(x)) * up(x)), or with another activation than silu."""
 
   config: ModelConfig
 
@@ -187,7 +258,8 @@ class Mlp(nn.Module):
     f = config.d_ff
     gate = Project(config, (d, f), name='gate')(x)
     up = Project(config, (d, f), name='up')(x)
-    y = jax.nn.silu(gate) * up
+    activate = {'silu': jax.nn.silu, 'gelu_tanh': jax.nn.gelu}[config.activation]
+    y = activate(gate) * up
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     return Project(config, (f, d), stddev=stddev, name='down')(y)
 
@@ -198,7 +270,15 @@ def _presets() -> dict[str, ModelConfig]:
   presets = {}
   for name, fields in json.loads(path.read_text(encoding='utf-8')).items():
     scaling = fields.pop('rope_scaling', None)
-    presets[name] = ModelConfig(**fields, rope_scaling=scaling and tuple(scaling))
+    if scaling is not None:
+      scaling = attention.SCALINGS[scaling[0]](*scaling[1:])
+    base_of_windows = fields.pop('window_rope_theta', None)
+    if base_of_windows is not None:
+      fields['window_rope'] = (base_of_windows, None)
+    period = tuple(fields.pop('layer_period', ()))  # layer types, repeated over all layers
+    num_layers = fields['num_layers']
+    layer_types = (period * num_layers)[:num_layers]
+    presets[name] = ModelConfig(**fields, rope_scaling=scaling, layer_types=layer_types)
   return presets
 
 

@@ -378,7 +378,12 @@ def make_spec(
   """Builds the static part of the compiled functions, for the kind of device that they run on."""
   train = config.train
   backend = attention.choose(
-      config.model.attention, device, model.dtype, model.head_dim, train.length_buckets
+      config.model.attention,
+      device,
+      model.dtype,
+      model.head_dim,
+      train.length_buckets,
+      model.attention_softcap,
   )
   actor = dataclasses.replace(model, attention=backend)
   critic = None

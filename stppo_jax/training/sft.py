@@ -50,7 +50,9 @@ def with_kernel(
   """Returns the model with the attention of a run: `backend` is config.model.attention."""
   device = mesh.devices.flat[0]
   dtype = config.dtype
-  chosen = attention.choose(backend, device, dtype, config.head_dim, lengths)
+  chosen = attention.choose(
+      backend, device, dtype, config.head_dim, lengths, config.attention_softcap
+  )
   return dataclasses.replace(config, attention=chosen)
 
 

@@ -1,0 +1,302 @@
+"""Families of models: equal to transformers in rows, in the cache, packed and exported."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
+from stppo_jax.types import UserError
+
+HAS_TORCH = importlib.util.find_spec('torch') is not None
+SIZES = {
+    'vocab_size': 60,
+    'hidden_size': 32,
+    'intermediate_size': 40,
+    'num_hidden_layers': 4,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'max_position_embeddings': 128,
+    'pad_token_id': 0,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+}
+YARN = {
+    'rope_type': 'yarn',
+    'rope_theta': 1e4,
+    'factor': 4.0,
+    'original_max_position_embeddings': 32,
+}
+PLAIN = {'rope_type': 'default', 'rope_theta': 500_000.0}
+# Windows are shorter than the rows of 90 tokens.
+MODELS = {
+    'qwen2 with windows': (
+        'qwen2',
+        {'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 2},
+    ),
+    'qwen2 with yarn': ('qwen2', {'num_hidden_layers': 2, 'rope_parameters': YARN}),
+    'qwen3 with yarn': (
+        'qwen3',
+        {'num_hidden_layers': 2, 'head_dim': 16, 'rope_parameters': YARN | {'truncate': False}},
+    ),
+    'mistral': ('mistral', {'num_hidden_layers': 2, 'head_dim': 12, 'sliding_window': 11}),
+    'smollm3': ('smollm3', {'no_rope_layer_interval': 2, 'tie_word_embeddings': False}),
+    'smollm3 with windows': (
+        'smollm3',
+        {'no_rope_layer_interval': 2, 'use_sliding_window': True, 'sliding_window': 7},
+    ),
+    'olmo2': ('olmo2', {'num_hidden_layers': 2}),
+    'olmo3': (
+        'olmo3',
+        {
+            'sliding_window': 9,
+            'rope_parameters': {'full_attention': YARN, 'sliding_attention': PLAIN},
+        },
+    ),
+    'gemma2': (
+        'gemma2',
+        {
+            'head_dim': 16,
+            'sliding_window': 9,
+            'query_pre_attn_scalar': 40,
+            'attn_logit_softcapping': 2.0,
+            'final_logit_softcapping': 3.0,
+        },
+    ),
+    'gemma3': (
+        'gemma3_text',
+        {
+            'head_dim': 16,
+            'num_hidden_layers': 5,
+            'sliding_window': 9,
+            'layer_types': ['sliding_attention', 'full_attention'] * 2 + ['sliding_attention'],
+            'rope_parameters': {
+                'full_attention': {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0},
+                'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
+            },
+        },
+    ),
+}
+CHUNKS = (37, 1, 26, 26)
+
+forward = jax.jit(decoder.forward, static_argnums=1)
+
+
+@functools.cache
+def make_reference(name):
+  """Returns (folder, tokens [2,90], logits, transformers' model) of a random model."""
+  import torch
+  import transformers
+
+  kind, changes = MODELS[name]
+  config = transformers.CONFIG_MAPPING[kind](**SIZES | changes)
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager')
+  model = model.eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.ndim == 1))
+  tokens = np.random.default_rng(0).integers(3, SIZES['vocab_size'], (2, sum(CHUNKS)))
+  folder = tempfile.mkdtemp()
+  model.save_pretrained(folder)
+  return folder, tokens, torch_logits(model, tokens), model
+
+
+def torch_logits(model, tokens):
+  import torch
+
+  with torch.no_grad():
+    return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def relative_error(actual, expected):
+  return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
+
+
+@absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+class TransformersTest(parameterized.TestCase):
+
+  @parameterized.parameters(*MODELS)
+  def test_rows_chunks_segments_and_export_are_equal(self, name):
+    folder, tokens, expected, _ = make_reference(name)
+    config, params = convert.load_hf(folder)
+    self.assertGreater(np.std(expected), 0.5)  # the comparison means something
+    self.assertLess(relative_error(forward(params, config, tokens, None)[0], expected), 1e-4)
+    with self.subTest('through the cache'):
+      tiles = dataclasses.replace(config, cache_tile=32)
+      cache = decoder.init_cache(tiles, rows=2, slots=sum(CHUNKS))
+      parts = []
+      first = 0
+      for size in CHUNKS:
+        chunk = tokens[:, first : first + size]
+        logits, cache = forward(params, config, chunk, None, cache)
+        parts.append(logits)
+        first += size
+      self.assertLess(relative_error(np.concatenate(parts, 1), expected), 1e-4)
+    with self.subTest('both rows packed into one, with a third episode'):
+      packed = np.concatenate([tokens[0], tokens[1], tokens[0, :20]])[None]
+      segments = np.repeat([[1, 2, 3]], [90, 90, 20], axis=1)
+      positions = np.concatenate([np.arange(90), np.arange(90), np.arange(20)])[None]
+      x, _ = jax.jit(decoder.trunk, static_argnums=1)(params, config, packed, positions, segments)
+      logits = decoder.token_logits(params, config, x)[0]
+      apart = np.concatenate([expected[0], expected[1], expected[0, :20]])
+      self.assertLess(relative_error(logits, apart), 1e-4)
+    with self.subTest('exported'):
+      import transformers
+
+      again = self.enterContext(tempfile.TemporaryDirectory())
+      convert.save_hf(again, config, params)
+      self.assertEqual(hf_config.load(again), config)
+      model = transformers.AutoModelForCausalLM.from_pretrained(again, attn_implementation='eager')
+      np.testing.assert_array_equal(torch_logits(model.eval(), tokens), expected)
+
+  @parameterized.parameters('gemma3', 'gemma2')
+  def test_gradients_of_logp_equal_torch(self, name):
+    import torch
+
+    folder, tokens, _, model = make_reference(name)
+    config, params = convert.load_hf(folder)
+    config = dataclasses.replace(config, remat='full')
+    weights = np.random.default_rng(1).normal(size=tokens.shape).astype(np.float32)
+
+    @jax.jit
+    def gradient(params):
+      def loss(params):
+        x, _ = decoder.trunk(params, config, tokens)
+        logp, _ = decoder.token_logp(params, config, x, tokens, chunk=30)
+        return jnp.sum(logp * weights)
+
+      return jax.grad(loss)(params)
+
+    logp = torch.log_softmax(model(torch.from_numpy(tokens)).logits[:, :-1], dim=-1)
+    chosen = logp.gather(-1, torch.from_numpy(tokens[:, 1:, None]))[..., 0]
+    model.zero_grad()
+    (chosen * torch.from_numpy(weights[:, 1:])).sum().backward()
+    expected = {key: p.grad.numpy() for key, p in model.named_parameters()}
+    actual = jax.tree.map(np.asarray, gradient(params))
+    for entry in hf_config.table(config):
+      ours = convert._copy_out(actual, np.float32, entry)
+      self.assertLess(relative_error(ours, expected[entry.name]), 1e-4, entry.name)
+
+  def test_text_part_of_images_and_text_loads(self):
+    folder, tokens, expected, _ = make_reference('gemma3')
+    raw = json.loads(pathlib.Path(folder, 'config.json').read_text())
+    both = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    text = safetensors.numpy.load_file(pathlib.Path(folder, 'model.safetensors'))
+    vision = {'hidden_size': 8, 'model_type': 'siglip_vision_model'}
+    config = {'model_type': 'gemma3', 'text_config': raw, 'vision_config': vision}
+    for prefix in ('model.language_model.', 'language_model.model.'):
+      tensors = {prefix + name.removeprefix('model.'): x for name, x in text.items()}
+      tensors['vision_tower.encoder.weight'] = np.ones(3, np.float32)
+      tensors['multi_modal_projector.mm_soft_emb_norm.weight'] = np.ones(3, np.float32)
+      safetensors.numpy.save_file(tensors, both / 'model.safetensors')
+      (both / 'config.json').write_text(json.dumps(config))
+      with self.assertLogs(level='INFO') as logs:
+        loaded = convert.load_hf(both)
+      self.assertIn('2 tensors beside the text model are left out', logs.output[-1])
+      logits = forward(loaded[1], loaded[0], tokens, None)[0]
+      self.assertLess(relative_error(logits, expected), 1e-4)
+
+
+def window_config(**changes):
+  """A model with layers of three kinds, whose period does not divide their number."""
+  config = decoder.ModelConfig(
+      vocab_size=60,
+      d_model=16,
+      num_layers=5,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=8,
+      d_ff=24,
+      layer_types=('window', 'full') * 2 + ('window',),
+      rotary_layers=(True, False) * 2 + (True,),
+      window=6,
+      norm_after=True,
+      norm_offset=True,
+      attention_softcap=3.0,
+      logit_softcap=4.0,
+  )
+  return dataclasses.replace(config, **changes)
+
+
+class DecoderTest(parameterized.TestCase):
+
+  def test_scanned_periods_equal_unrolled_layers(self):
+    tokens = np.random.default_rng(0).integers(0, 60, (2, 30))
+    params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), window_config())
+    noise = lambda w: w + 0.2 * jax.random.normal(jax.random.key(w.size), w.shape)
+    params = jax.tree.map(noise, params)
+
+    def loss(params, config):
+      x, _ = decoder.trunk(params, config, tokens)
+      logp, entropy = decoder.token_logp(params, config, x, tokens, 1.3, chunk=8)
+      return jnp.sum(logp) + jnp.sum(entropy)
+
+    grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    expected, expected_grad = grad(params, window_config(scan_layers=False))
+    for changes in ({'remat': 'full'}, {'attention_chunk': 5, 'remat': 'dots'}):
+      actual, actual_grad = grad(params, window_config(**changes))
+      np.testing.assert_allclose(actual, expected, rtol=1e-5)
+      for x, y in zip(jax.tree.leaves(actual_grad), jax.tree.leaves(expected_grad), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+  def test_flags_that_are_off_trace_nothing(self):
+    """The program of a plain model is the same with the neutral values of all flags."""
+    config = window_config(
+        layer_types=('full',) * 5,
+        rotary_layers=(True,) * 5,
+        norm_after=False,
+        norm_offset=False,
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+    )
+    bare = dataclasses.replace(config, layer_types=(), rotary_layers=(), window=0)
+    tokens = np.zeros((2, 30), np.int32)
+    texts = []
+    for shape in (config, bare):
+      params = decoder.shapes(shape)
+      texts.append(str(jax.make_jaxpr(lambda p, c=shape: decoder.trunk(p, c, tokens))(params)))
+    self.assertEqual(*texts)
+    self.assertNotIn('tanh', texts[0])
+
+  def test_mean_logp_of_capped_logits_is_refused(self):
+    config = window_config()
+    x = jnp.zeros((1, 4, 16))
+    with self.assertRaisesRegex(UserError, 'caps its logits.*choose another objective'):
+      decoder.uniform_logp({}, config, x, np.zeros((1, 4), int), x[..., 0])
+
+  def test_greedy_episode_equals_teacher_forcing(self):
+    """Prompts of different lengths, in chunks; the window is shorter than all of them."""
+    config = window_config(cache_tile=16)
+    params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), config)
+    params = jax.tree.map(
+        lambda w: w + 0.3 * jax.random.normal(jax.random.key(w.size), w.shape), params
+    )
+    sizes = sampling.Sizes(rows=2, prefill_rows=2, max_slots=64, steps=12, chunk_buckets=(4, 8))
+    sampler = sampler_lib.Sampler(config, np.zeros((2, 60), np.int32), (), sizes, sampling.GREEDY)
+    policy = sampler.copy(params)
+    prompts = [list(range(3, 22)), list(range(30, 41))]
+    context = sampler.empty(2, sampler.slot_buckets[0])
+    context, _ = sampler.prefill(policy, context, prompts, [0, 0])
+    rows = sampler.idle_rows(2)
+    rows.lengths[:] = [len(prompt) for prompt in prompts]
+    rows.budgets[:] = 12
+    _, result = sampler.decode(policy, context, rows, 12, 2)
+    for row, prompt in enumerate(prompts):
+      tokens = np.array([prompt + list(np.asarray(result.tokens[row]))])
+      logits = forward(params, config, tokens, None)[0][0]
+      likeliest = np.argmax(logits[len(prompt) - 1 : -1], axis=-1)
+      np.testing.assert_array_equal(result.tokens[row], likeliest)
