@@ -6,11 +6,12 @@
 The first command runs what has no committed result: ordinary runs with the embedded model, and the
 toy task of study_toy.py. The second one repeats a quarter of it in about an hour on two cores, and
 prints its results next to the published ones. What is measured was fixed before the runs, in
-docs/study_protocol.md. Results are in research/results. The page is docs/study.md, which
-`python -m research.page --config=research/study_stability.py` writes.
+docs/study_protocol.md. Results are in research/results. The pages are docs/study.md
+and its appendices, which `python -m research.page --config=research/study_stability.py` writes.
 """
 
 from experiments import st_ppo_tiny
+from research import study_drawings
 from research import study_toy
 from research.study import grid
 from stppo_jax import validation
@@ -128,7 +129,11 @@ def get_study(mode=''):
       only_complete=True,
   )
   return grid.Study(
-      grids | toy_grids, results=RESULTS, page='docs', template='research/template.md'
+      grids | toy_grids,
+      results=RESULTS,
+      page='docs',
+      templates='research/templates',
+      draw=study_drawings.draw,
   )
 
 

@@ -1,4 +1,4 @@
-"""Writes the page of a study from its results.
+"""Writes the pages of a study from its results.
 
 python -m research.page --config=research/study_stability.py
 """
@@ -11,13 +11,13 @@ from stppo_jax.types import UserError
 
 
 def main() -> int:
-  """Reads the command line and writes the page."""
+  """Reads the command line and writes the pages."""
   parser = argparse.ArgumentParser(prog='python -m research.page')
   parser.add_argument('--config', required=True, help='FILE or FILE:MODE with a get_study function')
   parser.add_argument('--workdir', default='', help='folder of a study that names no other')
   args = parser.parse_args()
   try:
-    print(build.write_page(args.config, args.workdir))
+    print(build.write_pages(args.config, args.workdir))
   except UserError as error:
     print(f'{parser.prog}: {error}', file=sys.stderr)
     return 2

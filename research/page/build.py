@@ -1,9 +1,10 @@
-"""The page of a study: results in; study.md and figures out.
+"""The pages of a study: results in; Markdown and figures out.
 
-The page is a jinja2 template, so that its text and the measurements cannot disagree. A method is
+A page is a jinja2 template, so that its text and the measurements cannot disagree. A method is
 named GRID/METHOD, or GRID/CONDITION/METHOD if the grid has several conditions. A template has:
 
   {{ 'toy_reuse/st_ppo' | final }}                       a measure with its interval: .52 [.47, .58]
+  {{ 'system_stale/ppo' | score_at(8) }}                 mean and range of a score: .5 (.4 to .6)
   {{ 'toy_reuse/st_ppo' | improvement }}                 P(better than the baseline)
   {{ 'toy_reuse/st_ppo' | p_final('turn_ppo') }}         compared with another method
   {{ verdict('st_ppo', 'toy_reuse', 'system_harsh') }}   by the protocol
@@ -127,6 +128,7 @@ class Page:
     environment.filters['runs'] = lambda name: str(self.find(name).num_runs)
     for measure in measures.NAMES:
       environment.filters[measure] = functools.partial(self._measure, measure)
+    environment.filters['score_at'] = self._score_at
     for comparison in _COMPARISONS:
       environment.filters[comparison] = functools.partial(self._compared, comparison)
     parts = (self.progress, self.outcome, self.diagnostics, self.division, self.figures, self.cost)
@@ -264,17 +266,23 @@ class Page:
       machines = '; '.join(sorted({record['machine'] for record in records}))
       versions = '; '.join(sorted({record['versions'] for record in records}))
       commits = sorted({record['commit'] for record in records})
-      shown = ', '.join(commits[:3])
-      if len(commits) > 3:
-        shown += f' and {len(commits) - 3} more'
-      rows.append(
-          [grid, str(runs), f'{summary.core_hours(records):.2f}', machines, versions, shown]
-      )
+      hours = f'{summary.core_hours(records):.2f}'
+      rows.append([grid, str(runs), hours, machines, versions, ', '.join(commits)])
     titles = ['grid', 'runs', 'core-hours', 'machine', 'versions', 'commits']
-    return _table(titles, rows) if rows else NO_RUNS
+    return _table(titles, rows, num_texts=3) if rows else NO_RUNS
 
   def _measure(self, measure: str, name: str) -> str:
     return _estimate(self.find(name), measure)
+
+  def _score_at(self, name: str, step: int) -> str:
+    """Returns the mean over runs of the held-out score at an update, with the range."""
+    curve = self.find(name).curve('score')
+    if curve is None or step not in curve.steps:
+      return NO_RUNS
+    values = curve.runs[:, list(curve.steps).index(step)]
+    low, high = float(values.min()), float(values.max())
+    shown = decimal(float(values.mean()))
+    return shown if low == high else f'{shown} ({decimal(low)} to {decimal(high)})'
 
   def _compared(self, comparison: str, name: str, than: str = '') -> str:
     compared = self._comparison(name, than)
@@ -325,36 +333,39 @@ class Page:
     return '\n\n'.join(parts) if len(parts) > 1 else NO_RUNS
 
 
-def load(path: str, workdir: str) -> tuple[Page, str]:
-  """Returns the page of an experiment file FILE[:MODE] with its text, from the results so far."""
+def load(path: str, workdir: str) -> tuple[Page, dict[str, str]]:
+  """Returns the page of an experiment file FILE[:MODE] and its texts {name of a file: text}."""
   study, config = grid_lib.load(path)
   jobs = grid_lib.plan(study, config)
   records = results.planned(jobs, results.read(results.folder(study.results, workdir)))
   page = Page(study, jobs, records)
-  return page, page.markdown(read_template(study.template))
+  templates = read_templates(study.templates)
+  return page, {name: page.markdown(template) for name, template in templates.items()}
 
 
-def write_page(path: str, workdir: str) -> str:
-  """Writes study.md and study_figures/*.png of an experiment file; returns the path of study.md."""
-  page, text = load(path, workdir)
+def write_pages(path: str, workdir: str) -> str:
+  """Writes the pages and figures of an experiment file; returns the path of the first page."""
+  page, texts = load(path, workdir)
   folder = page.study.page or workdir
-  os.makedirs(os.path.join(folder, FIGURES), exist_ok=True)
-  if '](study_figures/' in text:
-    for (grid, condition), methods in page.drawn().items():
-      figures.draw(os.path.join(folder, FIGURES, f'{grid}_{condition}.png'), methods)
-  page_path = os.path.join(folder, 'study.md')
-  pathlib.Path(page_path).write_text(text, encoding='utf-8')
-  return page_path
+  figure_folder = os.path.join(folder, FIGURES)
+  os.makedirs(figure_folder, exist_ok=True)
+  for (grid, condition), methods in page.drawn().items():
+    figures.draw(os.path.join(figure_folder, f'{grid}_{condition}.png'), methods)
+  if page.study.draw is not None:
+    page.study.draw(page.methods, figure_folder)
+  for name, text in texts.items():
+    pathlib.Path(folder, name).write_text(text, encoding='utf-8')
+  return os.path.join(folder, next(iter(texts)))
 
 
-def read_template(path: str) -> str:
-  """Returns the template of a study; `TEMPLATE` if it has none."""
-  if not path:
-    return TEMPLATE
-  try:
-    return pathlib.Path(path).read_text(encoding='utf-8')
-  except OSError as error:
-    raise UserError(f'study.template={path!r} cannot be read: {error.strerror}') from error
+def read_templates(folder: str) -> dict[str, str]:
+  """Returns {name of the page: template} of a study; `TEMPLATE` if it has none."""
+  if not folder:
+    return {'study.md': TEMPLATE}
+  paths = sorted(pathlib.Path(folder).glob('*.md'))
+  if not paths:
+    raise UserError(f'study.templates={folder!r}: the folder has no file *.md')
+  return {path.name: path.read_text(encoding='utf-8') for path in paths}
 
 
 def repeat_table(
@@ -385,8 +396,9 @@ def repeat_table(
   return f'{_table(titles, rows)}\n\n{number} of {len(rows)} methods agree with the published ones.'
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  marks = ['---', *['--:'] * (len(titles) - 1)]
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 0) -> str:
+  """Returns a table whose first column and last `num_texts` columns are left-aligned."""
+  marks = ['---', *['--:'] * (len(titles) - 1 - num_texts), *['---'] * num_texts]
   return '\n'.join('| ' + ' | '.join(row) + ' |' for row in [titles, marks, *rows])
 
 

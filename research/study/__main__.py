@@ -1,4 +1,4 @@
-"""Runs a grid of runs and writes its page.
+"""Runs a grid of runs and writes its pages.
 
   python -m research.study --config=research/study_stability.py --workdir=runs/study --jobs=2
   python -m research.study --config=research/study_stability.py:quick --workdir=runs/quick
@@ -57,7 +57,7 @@ def run_study(args: argparse.Namespace, stop_requested: Callable[[], bool]) -> i
   study, config = grid_lib.load(args.config)
   only = [pattern for pattern in args.only.split(',') if pattern]
   jobs = grid_lib.plan(study, config, only)
-  build.read_template(study.template)  # A missing file is reported before the runs start.
+  build.read_templates(study.templates)  # A missing file is reported before the runs start.
   command = [sys.executable, str(runner.ROOT / 'run.py'), f'--config={args.config}']
   slots = runner.make_slots(args.jobs, args.devices)
   study_runner = runner.Runner(args.workdir, study, jobs, command, slots)
@@ -66,7 +66,7 @@ def run_study(args: argparse.Namespace, stop_requested: Callable[[], bool]) -> i
   if study.published:
     published = results.planned(jobs, results.read(study.published))
     print(build.repeat_table(study, jobs, study_runner.records(), published))
-  print(build.write_page(args.config, args.workdir))
+  print(build.write_pages(args.config, args.workdir))
   return 1 if study_runner.counts()['failed'] else 0
 
 

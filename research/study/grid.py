@@ -16,6 +16,7 @@ returns. A run has one condition, one method and one seed. If both set a path, t
 study can have several grids, for example with another model or in the toy task.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -76,8 +77,11 @@ class Study:
 
   grids: Mapping[str, Grid]
   results: str = ''  # folder of the small result files, to be committed; '': WORKDIR/results
-  page: str = ''  # folder of study.md; '': WORKDIR
-  template: str = ''  # text of the page, see page/build.py; '': tables and figures only
+  page: str = ''  # folder of the pages; '': WORKDIR
+  # Folder of the texts of the pages, see page/build.py; '': study.md with tables and figures only.
+  templates: str = ''
+  # Draws further figures into a folder, from the methods of the pages.
+  draw: Callable[[Mapping[str, Any], str], None] | None = None
   published: str = ''  # folder of published results that a repeat is compared with
   keep_checkpoints: bool = False  # True keeps the large checkpoints of finished runs
 

@@ -68,6 +68,9 @@ def make_study(folder):
   return study, jobs, results.planned(jobs, results.read(folder))
 
 
+ROOT = pathlib.Path(__file__).parents[2]
+
+
 class PageTest(parameterized.TestCase):
 
   @classmethod
@@ -131,6 +134,8 @@ class PageTest(parameterized.TestCase):
       ("{{ 'system/harsh/ppo' | runs }} runs", r'^5 runs$'),
       ("{{ 'system/st_ppo' | clip }}", r'^\.100 \[\.100, \.100\]$'),
       ("{{ 'system/st_ppo' | improvement }}", r'^\.820 \['),
+      ("{{ 'system/st_ppo' | score_at(4) }}", r'^\.620 \(\.600 to \.640\)$'),  # .6 + .01 s
+      ("{{ 'system/st_ppo' | score_at(0) }}", r'^\.400$'),
       ("{{ 'system/st_ppo' | improvement('st_ppo.step') }}", r'^\.500 \['),
       ("{{ 'toy/st_ppo' | p_final }}", '^<.001$'),
       ('{{ core_hours() }}', r'^4\.5$'),
@@ -176,8 +181,9 @@ class PageTest(parameterized.TestCase):
 
   def test_figures_have_a_file_and_a_link_each(self):
     with tempfile.TemporaryDirectory() as folder:
-      with mock.patch.object(build, 'load', return_value=(self.page, self.text)):
-        build.write_page('study.py', folder)
+      with mock.patch.object(build, 'load', return_value=(self.page, {'study.md': self.text})):
+        path = build.write_pages('study.py', folder)
+      self.assertEqual(pathlib.Path(path).read_text(encoding='utf-8'), self.text)
       files = [path.name for path in pathlib.Path(folder, build.FIGURES).iterdir()]
     self.assertCountEqual(files, ['system_harsh.png', 'toy_harsh.png'])
     links = re.findall(r'\(study_figures/(.*)\)', self.text)
@@ -247,11 +253,18 @@ class ResultsTest(absltest.TestCase):
 class CommittedPageTest(absltest.TestCase):
 
   @pytest.mark.slow
-  def test_committed_page_is_that_of_the_committed_results(self):
-    root = pathlib.Path(__file__).parents[2]
-    _, text = build.load(str(root / 'research/study_stability.py'), '')
-    self.assertEqual((root / 'docs/study.md').read_text(encoding='utf-8'), text)
-    self.assertNotIn(build.NO_RUNS, text)
+  def test_committed_pages_are_those_of_the_committed_results(self):
+    _, texts = build.load(str(ROOT / 'research/study_stability.py'), '')
+    self.assertLen(texts, 4)
+    for name, text in texts.items():
+      self.assertEqual((ROOT / 'docs' / name).read_text(encoding='utf-8'), text, name)
+      self.assertNotIn(build.NO_RUNS, text, name)
+
+  def test_study_is_short_and_shows_three_figures(self):
+    text = (ROOT / 'docs/study.md').read_text(encoding='utf-8')
+    self.assertLessEqual(len(text.split()), 2500)
+    figures = re.findall(r'!\[.+\]\(study_figures/(.+)\)', text)
+    self.assertEqual(figures, ['setup.png', 'scores.png', 'rates.png', 'curves.png'])
 
 
 class VerdictTest(parameterized.TestCase):
