@@ -122,7 +122,9 @@ def resolve(config: Config) -> Components:
     raise UserError(
         f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
     )
-  takes_reward = 'reward' in kind.settings or isinstance(kind.make, program.Program)
+  takes_reward = 'reward' in kind.settings
+  if isinstance(kind.make, program.Program):
+    takes_reward = not kind.make.scores_by_itself
   if env.reward != type(env)().reward and not takes_reward:
     raise UserError(
         f'config.env.reward={env.reward!r}: {env.kind} scores by itself, its constructor has no '
@@ -190,6 +192,14 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
     from stppo_jax.envs import commands
 
     return commands.make_factory(env.kind, env.options, available['reward'])
+  if rest and prefix == 'verifiers':
+    from stppo_jax.envs.adapters import verifiers
+
+    if config.data.source != 'embedded':
+      raise UserError(
+          f'config.env.kind={env.kind!r} has tasks of its own: leave out config.data.source'
+      )
+    return verifiers.make_factory(env.kind, env.options, available['reward'])
   if prefix == program.PREFIX:
     function = plugins.load('env.kind', rest, {})
     return program.make_factory(env.kind, function, env.options, available['reward'])

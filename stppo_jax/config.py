@@ -52,7 +52,7 @@ class EnvSettings(Section):
       "package, or an agent program: 'gateway:module:attribute' (envs/program.py) or "
       "'gateway:command:COMMAND' (envs/commands.py)",
       allowed=('search', 'tools'), plugin=True,
-      prefixes=('gem', 'textarena', 'reasoning_gym', 'openenv'))
+      prefixes=('gem', 'textarena', 'reasoning_gym', 'openenv', 'verifiers'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(

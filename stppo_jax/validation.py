@@ -278,9 +278,9 @@ def is_cut(config: Config) -> bool:
   return config.rollout.top_k > 0 or config.rollout.top_p < 1
 
 
-def _is_program(config: Config) -> bool:
+def is_program(config: Config) -> bool:
   """Returns whether an agent program plays the episodes."""
-  return config.env.kind.startswith('gateway:')
+  return config.env.kind.startswith(('gateway:', 'verifiers:'))
 
 
 def _check_sizes(config: Config) -> None:
@@ -324,7 +324,7 @@ def _check_demonstrations(config: Config) -> None:
   if not rollout.demonstrations:
     return
   given = f'config.rollout.demonstrations={rollout.demonstrations!r}'
-  if _is_program(config):
+  if is_program(config):
     raise UserError(f'{given} plays an environment, and config.env.kind is a program: leave it out')
   if rollout.routing_replay == 'sampling':
     raise UserError(
@@ -353,7 +353,7 @@ def _check_allocation(config: Config) -> None:
         f'{given} deals out the episodes of a fixed set of questions: leave out '
         'config.rollout.demonstrations, and set max_num_gen_batches=1'
     )
-  if _is_program(config):
+  if is_program(config):
     raise UserError(
         f'{given} plays an environment, and config.env.kind is a program: set it to even'
     )
@@ -623,12 +623,12 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
     )
-  if variant.score_norm != 'none' and _is_program(config):
+  if variant.score_norm != 'none' and is_program(config):
     raise UserError(
         f'config.algorithm.score_norm={variant.score_norm!r} normalises the scores of rows, and an '
         "episode of an agent program may have several: set --config.algorithm.score_norm='none'"
     )
-  if variant.advantage == 'turn_zscore' and _is_program(config):
+  if variant.advantage == 'turn_zscore' and is_program(config):
     raise UserError(
         "config.algorithm.advantage='turn_zscore' compares turns by their numbers, and the rows of "
         'an agent program start again at 1: set --config.algorithm.advantage=group_zscore'

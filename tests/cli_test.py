@@ -614,6 +614,8 @@ class ExperimentFileTest(parameterized.TestCase):
       (('--config.data.source=embedded',), ('geo',)),
       (('--config.data.source=mine', "--config.data.datasets=('a',)"), ('a',)),
       (('--config.data.datasets=()',), ()),
+      (('--config.env.kind=gem:game:GuessTheNumber-v0-easy',), ()),
+      (('--config.env.kind=m:Env',), ('geo',)),
   )
   def test_datasets_belong_to_their_source(self, arguments, datasets):
     source = (
@@ -691,6 +693,7 @@ class SavedConfigTest(parameterized.TestCase):
       ('env.kind', 'gateway:m:f'),
       ('env.kind', 'gateway:command:id'),
       ('env.kind', 'gem:code:CodeContest'),
+      ('env.kind', 'verifiers:gsm8k'),
       ('env.kind', 'openenv:http://host'),
       ('env.tools', ('calculator', 'mcp:rm -r x')),
       ('env.tools', ('m:f',)),
@@ -772,6 +775,17 @@ class SavedConfigTest(parameterized.TestCase):
       with contextlib.suppress(UserError):
         plugins_lib.load('env.options.opponent', config.env.options['opponent'], {})
     self.assertFalse(is_trusted and imported.called)
+
+  def test_options_of_verifiers_need_trust(self):
+    """The user names the environment, and a stranger's config.json has the options."""
+    config = schema.Config()
+    config.env.options = {'python': './evil', 'taskset': {'split': 'train'}}
+    self.write(config)
+    found = saved_config.get_config(self.workdir)
+    self.assertEqual(saved_config.untrusted(self.workdir, found, ()), [])  # no environment has them
+    found.env.kind = 'verifiers:gsm8k'
+    names = saved_config.untrusted(self.workdir, found, {'env.kind', 'env.options.taskset'})
+    self.assertEqual(names, ["env.options.python='./evil'"])
 
   def test_folder_within_the_run_needs_no_trust(self):
     config = schema.Config()

@@ -18,6 +18,7 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import commands
 from stppo_jax.envs import program
+from stppo_jax.envs import program
 from stppo_jax.envs import rewards
 
 PYTHON = [sys.executable, '-I', '-S', '-c']
@@ -31,6 +32,7 @@ open(sys.argv[1], 'w').write(str(child.pid))
 TRAINER = """
 import sys, time
 from stppo_jax.envs import commands
+from stppo_jax.envs import program
 process = commands.Process(sys.argv[1:], {}, 'http://x/v1', 'm')
 time.sleep(600)
 """
@@ -81,11 +83,11 @@ class CommandTest(parameterized.TestCase):
       ('\ufffd\n2', 2),
   )
   def test_reward_is_the_last_line(self, text, reward):
-    self.assertEqual(commands.read_result(text), commands.Result(reward))
+    self.assertEqual(commands.read_result(text), program.Result(reward))
 
   def test_metrics_are_read(self):
     found = commands.read_result('{"reward": 1, "metrics": {"steps": 3}}')
-    self.assertEqual(found, commands.Result(1.0, {'steps': 3.0}))
+    self.assertEqual(found, program.Result(1.0, {'steps': 3.0}))
 
   @parameterized.parameters(
       ('NaN', 'finite numbers: NaN'),
@@ -108,7 +110,7 @@ class CommandTest(parameterized.TestCase):
   )
   def test_streams_of_any_kind(self, text, reward):
     found, log = result(text)
-    self.assertEqual(found, commands.Result(reward))
+    self.assertEqual(found, program.Result(reward))
     self.assertLessEqual(len(log), 4000)
 
   @parameterized.parameters(

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -24,6 +25,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
 from stppo_jax.training import objective
+from tests.support import client_envs
 from tests.support import env_server
 from tests.support import tiny_run
 
@@ -42,6 +44,7 @@ FOLDERS = {
     'reasoning_gym_sums': set(),
     'signals': {'data.source', 'env.kind'},
     'textarena_nim': set(),
+    'verifiers_search': set(),
 }
 # Folder -> the package that it needs.
 PACKAGES = {
@@ -96,6 +99,10 @@ class FolderTest(parameterized.TestCase):
     if folder == 'openenv_guess':
       url = env_server.start(self.addCleanup, EXAMPLES / folder / 'server.py')
       config.env.kind = f'openenv:{url}'
+    if folder == 'verifiers_search':
+      config.env.options['python'] = client_envs.find('verifiers/bin/python')
+      environment = {'PYTHONPATH': str(EXAMPLES / folder)}
+      self.enterContext(mock.patch.dict(os.environ, environment))
     config.log.tensorboard = False
     # One update and one compiled shape: the folder's parts are the same. There are enough episodes
     # for rewards that differ, without which the step is 0.

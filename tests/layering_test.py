@@ -98,6 +98,7 @@ OPTIONAL = (
     'envs.adapters.openenv',
     'envs.adapters.reasoning_gym',
     'envs.adapters.textarena',
+    'envs.adapters.verifiers',
     'envs.commands',
     'envs.tool_calls',
     'envs.tool_runners',

@@ -67,6 +67,11 @@ def apply(config: Config, overrides: Mapping[str, Any]) -> None:
     else:
       setattr(section, name, value)
   has_own_source = overrides.get('data.source', DataSettings().source) != DataSettings().source
+  (packages,) = (
+      rules.prefixes for path, rules, _ in validation.fields(config) if path == 'env.kind'
+  )
+  package, _, name = str(overrides.get('env.kind', '')).partition(':')
+  has_own_source |= name != '' and package in packages
   if has_own_source and 'data.datasets' not in overrides:
     config.data.datasets = ()  # the experiment's choice belongs to its own source
 

@@ -21,6 +21,8 @@ from stppo_jax.monitoring import workdir as workdir_lib
 # Choice: of GEM's environments only the games. Others run the programs that the model writes, or
 # load a data set that an option names.
 _REGISTRIES = {'env.kind': ('gem:game:', 'textarena:', 'reasoning_gym:')}
+# An option of these kinds may name code in any form: an interpreter, a harness, a judge.
+_OPTIONS_ARE_CODE = ('verifiers:',)
 # The name of a module or host may have other characters than letters, such as a hyphen.
 _CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error
@@ -66,8 +68,9 @@ def untrusted(workdir: str, config: Config, overridden: Collection[str]) -> list
   needs_trust = {}
   for path, rules, value in validation.fields(config):
     if path in validation.FREE_DICTS and isinstance(value, dict):
+      is_code = path == 'env.options' and config.env.kind.startswith(_OPTIONS_ARE_CODE)
       for name, option in value.items():
-        if any(map(_CODE_OR_ADDRESS.fullmatch, _texts(option))):
+        if is_code or any(map(_CODE_OR_ADDRESS.fullmatch, _texts(option))):
           needs_trust[f'{path}.{name}'] = option
       continue
     registries = _REGISTRIES.get(path, ())

@@ -36,14 +36,6 @@ class CommandFailed(Exception):
   """The command ended with an error, or gave a reward that is none."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-  """What a command gave."""
-
-  reward: float | None
-  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
 class Process:
   """A command that plays one episode. The caller must call `end`."""
 
@@ -90,7 +82,7 @@ class Process:
     self._report = json.loads(text) if text.endswith(b'\n') else {'error': 'it was killed'}
     self.log = self._report.get('stderr', '')[-_MAX_LOG:]
 
-  def result(self) -> Result:
+  def result(self) -> program_lib.Result:
     """Returns the reward of a command that has ended. CommandFailed: it has crashed."""
     self.end()
     if 'error' in self._report:
@@ -100,9 +92,7 @@ class Process:
       if not text.strip():  # Claude Code writes its errors to the other one
         stream, text = 'output', self._report['stdout'][-_MAX_LOG:]
       lines = ' | '.join(filter(None, map(str.strip, text.splitlines())))
-      raise CommandFailed(
-          f'{_describe(status)}, standard {stream} ends with: {lines[-_MAX_SHOWN:]}'
-      )
+      raise CommandFailed(f'{describe(status)}, standard {stream} ends with: {lines[-_MAX_SHOWN:]}')
     return read_result(self._report['stdout'])
 
 
@@ -157,12 +147,17 @@ def files(kind: str) -> list[str]:
   return [word for word in words if os.path.isfile(word)]
 
 
-def _environment(base_url, model):
-  """Returns the variables of the command: those of the user, with the gateway in place of APIs."""
+def base_environment() -> dict[str, str]:
+  """Returns the user's variables without keys of the gateway, for a program that calls it."""
   variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
   for name in ('NO_PROXY', 'no_proxy'):  # a proxy cannot reach the gateway
     variables[name] = ','.join(filter(None, (variables.get(name), _LOOPBACK)))
-  return variables | {
+  return variables
+
+
+def _environment(base_url, model):
+  """Returns the variables of the command: those of the user, with the gateway in place of APIs."""
+  return base_environment() | {
       'OPENAI_BASE_URL': base_url,
       'OPENAI_API_KEY': 'none',
       'OPENAI_MODEL': model,
@@ -172,7 +167,7 @@ def _environment(base_url, model):
   }
 
 
-def _describe(status):
+def describe(status: int) -> str:
   """Returns an exit status in words."""
   if status > 0:
     return f'exit status {status}'
@@ -182,22 +177,22 @@ def _describe(status):
     return f'ended by signal {-status}'
 
 
-def read_result(stdout: str) -> Result:
+def read_result(stdout: str) -> program_lib.Result:
   """Returns the result in the last line; without a reward if that line is anything else."""
   lines = stdout.split('\n')  # other separators may stand within a line of JSON
   last = next((line for line in reversed(lines) if line.strip()), '')
   try:
     value = json.loads(last)
   except (ValueError, RecursionError):
-    return Result(None)
+    return program_lib.Result(None)
   if isinstance(value, dict) and 'reward' in value:
     metrics = value.get('metrics') or {}
     if not isinstance(metrics, dict):
       raise CommandFailed(f'its last line has metrics that are no object: {last[:_MAX_SHOWN]}')
     numbers = {str(name): _finite(number, last) for name, number in metrics.items()}
     reward = value['reward']
-    return Result(None if reward is None else _finite(reward, last), numbers)
-  return Result(_finite(value, last) if _is_number(value) else None)
+    return program_lib.Result(None if reward is None else _finite(reward, last), numbers)
+  return program_lib.Result(_finite(value, last) if _is_number(value) else None)
 
 
 def _is_number(value):

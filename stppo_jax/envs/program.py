@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import dataclasses
 import inspect
 from typing import Any
+from typing import ClassVar
 
 from stppo_jax import types
 from stppo_jax.envs import factory
@@ -26,17 +27,26 @@ COMMAND_PREFIX = f'{PREFIX}:command:'  # see commands.py
 
 
 @dataclasses.dataclass(frozen=True)
+class Result:
+  """What a program gave that runs in another process."""
+
+  reward: float | None
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
   """An agent program. Called with a task, it makes a stand-in for the environment."""
 
   function: Callable[..., Any]  # returns a reward or None, or a coroutine of one
   options: Mapping[str, Any]
   reward: rewards.Reward  # scores the answer if the program returns None
+  scores_by_itself: ClassVar[bool] = False  # it always gives a reward
 
   def __call__(self, task: types.Task) -> 'ProgramEnv':
     return ProgramEnv(task)
 
-  def run(self, task: types.Task, base_url: str, model: str) -> float | None:
+  def run(self, task: types.Task, base_url: str, model: str) -> float | Result | None:
     """Runs one episode. Raises the program's errors."""
     result = self.function(dataclasses.asdict(task), base_url, model, **self.options)
     if inspect.isawaitable(result):
@@ -44,7 +54,7 @@ class Program:
     return result
 
 
-async def _wait_for(result: Awaitable[float | None]) -> float | None:
+async def _wait_for(result: Awaitable[Any]) -> Any:
   return await result
 
 

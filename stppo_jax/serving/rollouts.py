@@ -208,6 +208,9 @@ class ProgramAgent(agent_lib.Agent):
   def _play(self, run: _ProgramRun, url: str) -> None:
     """Runs the program itself, and sets the reward that it returns."""
     reward = self.program.run(run.task, url, self.config.name)
+    if isinstance(reward, program_lib.Result):
+      run.session.measure(reward.metrics)
+      reward = reward.reward
     if reward is not None:
       run.session.reward(_finite(self.config.env.kind, reward))
 

@@ -150,8 +150,8 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
     ('env.tool_timeout_s env.tool_max_chars', 'env.tools', lambda c, v: bool(c.env.tools)),
     (
         'serve.agent_timeout_s serve.on_crash',
-        'env.kind=gateway:..',
-        lambda c, v: c.env.kind.startswith('gateway:'),
+        'env.kind=gateway:.. or verifiers:..',
+        lambda c, v: validation.is_program(c),
     ),
     ('log.tracker', 'log.project', lambda c, v: bool(c.log.project)),
     ('log.episodes_every', 'log.episodes=True', lambda c, v: c.log.episodes),
