@@ -18,7 +18,6 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import commands
 from stppo_jax.envs import program
-from stppo_jax.envs import program
 from stppo_jax.envs import rewards
 
 PYTHON = [sys.executable, '-I', '-S', '-c']
