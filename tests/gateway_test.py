@@ -703,6 +703,7 @@ class MessagesTest(parameterized.TestCase):
           'invalid_request_error',
       ),
       ({'messages': [{'role': 'assistant', 'content': 'I'}]}, 400, 'invalid_request_error'),
+      ({'thread': {'type': 'create'}}, 400, 'invalid_request_error'),
   )
   def test_error_has_form_of_anthropic(self, fields, status, kind):
     answer = post(self.server, {**ASKED, **fields}, '/v1/messages')

@@ -74,6 +74,32 @@ class MatchTest(parameterized.TestCase):
     forms = [say('I add.<tool_call>..</tool_call>'), say('I add.', CALL)]
     self.assertEqual(match(forms, returned), expected)
 
+  @parameterized.parameters(
+      (
+          "[{'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2}}}]",
+          SAME,
+      ),
+      (
+          "[{'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 3}}}]",
+          None,
+      ),
+      ("[{'function': {'name': 'sub', 'arguments': {'a': 2}}}]", None),
+      ("[{'function': {'name': 'add', 'arguments': {'a': __import__('os')}}}]", None),
+      ('[' * 10_000, None),
+      ("[{'function': 1}, 2]", None),
+      ('[]', None),
+      ('', None),
+  )
+  def test_calls_written_into_text(self, written, expected):
+    """smolagents' ToolCallingAgent writes the calls of a turn as Python."""
+    recorded = [say(THOUGHT + 'Now.', call(a=2))]
+    self.assertEqual(match(recorded, say(f'{THOUGHT}Now.\nCalling tools:\n{written}')), expected)
+    if expected is SAME:
+      self.assertEqual(match(recorded, say(f'Now.\nCalling tools:\n{written}')), NO_THOUGHTS)
+      self.assertIsNone(match(recorded, say(f'Then.\nCalling tools:\n{written}')))
+      self.assertIsNone(match(recorded, say(f'{THOUGHT}Now.\nCalling no tools:\n{written}')))
+      self.assertIsNone(match(recorded, say('')))
+
   def test_numbers_as_javascript_writes_them(self):
     for ours, theirs in ((2.0, 2), (-0.0, 0), (12345678901234567890, 12345678901234567000)):
       self.assertEqual(match([say('', call(a=ours))], say('', call(a=theirs))), SAME)

@@ -164,6 +164,13 @@ def _check_messages(messages: list[BlockMessage]) -> list[BlockMessage]:
   return messages
 
 
+def _refuse_thread(unused_value: Any) -> None:
+  raise ValueError(
+      "nothing is stored between requests: send the whole conversation, in Anthropic's client by "
+      'tool_runner(.., thread=False)'
+  )
+
+
 class MessagesBody(api.ClientBody):
   """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing.
 
@@ -182,6 +189,7 @@ class MessagesBody(api.ClientBody):
   output_config: OutputConfig = OutputConfig()
   thinking: dict[str, Any] = {}  # changes nothing
   context_management: ContextManagement = ContextManagement()
+  thread: Annotated[None, pydantic.BeforeValidator(_refuse_thread)] = None
 
   def to_chat(self) -> api.ChatBody:
     """Returns the equal chat request."""

@@ -2,9 +2,10 @@
 
 Frameworks change a turn without changing its meaning: they move thoughts to a field of their own or
 drop them, trim white space, write arguments as another JSON text, leave out the text next to a
-call, or append a text. `match` compares such a message with the turn.
+call, write the call into the text, or append a text. `match` compares such a message with the turn.
 """
 
+import ast
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -84,20 +85,35 @@ def match(forms: Sequence[ReadMessage], message: ReadMessage) -> Match | None:
 
 
 def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
-  if message.calls != form.calls:
+  are_written = not message.calls and form.calls != ()
+  if not are_written and message.calls != form.calls:
     return None
   lacks_thoughts = len(form.thoughts) > 0 and not message.thoughts
   if message.thoughts != form.thoughts and not lacks_thoughts:
     return None
-  if form.calls and not message.words:  # only the calls came back
+  if form.calls and not are_written and not message.words:  # only the calls came back
     return Match('', lacks_thoughts)
   rest = _rest(form.words, message.text)
   if rest is None:
     return None
+  if are_written:
+    return Match('', lacks_thoughts) if _written_calls(rest) == form.calls else None
   has_rest = not rest.isspace() and rest != ''
   if has_rest and (form.calls or not form.words):
     return None
   return Match(rest if has_rest else '', lacks_thoughts)
+
+
+def _written_calls(text: str) -> tuple[tuple[str, str], ...]:
+  """Returns the calls in a text, as smolagents' ToolCallingAgent writes those of a turn."""
+  before, prefix, written = text.partition('Calling tools:')
+  if not prefix or before.strip():
+    return ()
+  try:
+    functions = [call['function'] for call in ast.literal_eval(written.strip())]
+    return tuple((function['name'], _write(function['arguments'])) for function in functions)
+  except (KeyError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+    return ()
 
 
 def _rest(words: Sequence[str], text: str) -> str | None:

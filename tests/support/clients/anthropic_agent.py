@@ -8,7 +8,7 @@ tool = anthropic.beta_tool(common.search)
 messages = [{'role': 'user', 'content': common.PROMPT}]
 fields = {'model': common.MODEL, 'max_tokens': 1000, 'messages': messages}
 if common.KIND == 'runner':
-  message = client.beta.messages.tool_runner(tools=[tool], **fields).until_done()
+  message = client.beta.messages.tool_runner(tools=[tool], thread=False, **fields).until_done()
 else:
   while True:
     if common.KIND == 'stream':
