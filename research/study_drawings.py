@@ -65,8 +65,8 @@ def draw(methods: Methods, folder: str) -> None:
 def draw_scores(methods: Methods) -> plt.Figure:
   """Draws final scores with intervals and the counts of collapsed runs, a panel per condition."""
   names = (PPO, TURN, S_PPO, ST_PPO, RS_PPO, LOWER)
-  figure, panels = plt.subplots(1, 4, figsize=(11, 2.9), layout='constrained', sharey=True)
-  for axes, (title, group) in zip(panels, SCORES):
+  figure, panels = plt.subplots(2, 2, figsize=(8.4, 4.9), layout='constrained', sharey=True)
+  for axes, (title, group) in zip(panels.flat, SCORES):
     for row, name in enumerate(names):
       one = methods[f'{group}/{name}']
       final = one.estimate('final')
@@ -76,12 +76,14 @@ def draw_scores(methods: Methods) -> plt.Figure:
       axes.text(1.04, row, collapsed, va='center', ha='left', fontsize=9)
     first = float(methods[f'{group}/{PPO}'].curve('score').middle[0])
     axes.axvline(first, color='#999999', linestyle='--', linewidth=1, zorder=0)
-    axes.text(1.2, -0.9, 'collapsed', va='bottom', ha='center', fontsize=8, color=GREY)
+    axes.text(1.04, -0.75, 'collapsed', va='bottom', ha='left', fontsize=8.5, color=GREY)
     axes.set_title(title, loc='left', fontsize=10)
-    axes.set(xlabel='final score', xlim=(-0.03, 1), ylim=(len(names) - 0.5, -0.6))
+    axes.set(xlim=(-0.03, 1), ylim=(len(names) - 0.5, -0.6))
     axes.xaxis.set_ticks((0, 0.25, 0.5, 0.75, 1), ('0', '.25', '.5', '.75', '1'))
-  panels[0].set_yticks(range(len(names)), [LABELS[name] for name in names])
-  for axes in panels:
+  panels[0, 0].set_yticks(range(len(names)), [LABELS[name] for name in names])
+  for axes in panels[1]:
+    axes.set_xlabel('final score')
+  for axes in panels.flat:
     axes.tick_params(axis='y', length=0)
     axes.spines['left'].set_visible(False)
   return figure
@@ -129,7 +131,7 @@ def draw_curves(methods: Methods) -> plt.Figure:
 
 def draw_setup() -> plt.Figure:
   """Draws the training loop, with the part that each question changes."""
-  figure, axes = plt.subplots(figsize=(11, 3.1), layout='constrained')
+  figure, axes = plt.subplots(figsize=(9.4, 2.9), layout='constrained')
   axes.set(xlim=(0, 110), ylim=(1, 31))
   axes.axis('off')
   boxes = (  # the part of the loop, and what is varied there

@@ -6,7 +6,7 @@
 The first command runs what has no committed result: ordinary runs with the embedded model, and the
 toy task of study_toy.py. The second one repeats a quarter of it in about an hour on two cores, and
 prints its results next to the published ones. What is measured was fixed before the runs, in
-docs/study_protocol.md. Results are in research/results. The pages are docs/study.md
+docs/dev/notes/study_protocol.md. Results are in research/results. The pages are docs/study.md
 and its appendices, which `python -m research.page --config=research/study_stability.py` writes.
 """
 

@@ -3,7 +3,7 @@
   python -m research.study --config=research/study_toy.py --workdir=runs/toy
   python -m research.study --config=research/study_toy.py:quick --workdir=runs/quick
 
-What is measured was fixed before the runs, in docs/study_protocol.md.
+What is measured was fixed before the runs, in docs/dev/notes/study_protocol.md.
 """
 
 import dataclasses
