@@ -1,7 +1,7 @@
 """The measures of a run: functions of its series of metrics, one number each.
 
-They were fixed before the runs, in docs/dev/notes/study_protocol.md. A series is a float array, one number
-per evaluation or per update, with NaN where the run wrote none.
+They were fixed before the runs, in docs/dev/notes/study_protocol.md. A series is a float array, one
+number per evaluation or per update, with NaN where the run wrote none.
 """
 
 from collections.abc import Mapping
