@@ -236,7 +236,7 @@ class PlanTest(parameterized.TestCase):
     """With staleness 2 two copies wait; the old plan counted neither them nor the cache."""
     config = tiny_run.make_config(self.tmp)
     config.pipeline.staleness = 2
-    with mock.patch.object(plan, '_compile'):
+    with mock.patch.object(plan, 'compile_program'):
       stale = plan.make(config)
       config.pipeline.staleness = 0
       fresh = plan.make(config)
@@ -257,7 +257,7 @@ class PlanTest(parameterized.TestCase):
 
     residents = []
     for given in (compiled, lambda *unused: None):
-      with mock.patch.object(plan, '_compile', given):
+      with mock.patch.object(plan, 'compile_program', given):
         config.pipeline.staleness = 1
         residents.append({program.name: program.resident for program in plan.make(config).programs})
     more = {name: residents[0][name] - residents[1][name] for name in temporaries}
@@ -270,7 +270,7 @@ class PlanTest(parameterized.TestCase):
     config.pipeline.staleness = 1
     config.rollout.engine = 'http://a,http://b'
     config.rollout.engine_devices = 4
-    with mock.patch.object(plan, '_compile'):
+    with mock.patch.object(plan, 'compile_program'):
       planned = plan.make(config)
     self.assertEqual([program.name for program in planned.programs], ['update', 'annotate'])
     self.assertEqual(planned.held['KV cache'], (0, 0))
@@ -283,7 +283,7 @@ class PlanTest(parameterized.TestCase):
   def test_the_caches_of_a_larger_evaluation_are_counted(self):
     config = tiny_run.make_config(self.tmp)
     held = lambda: plan.make(config).held_per_device['KV cache']
-    with mock.patch.object(plan, '_compile'):
+    with mock.patch.object(plan, 'compile_program'):
       config.eval.rows = 16  # as many as training has
       as_in_training = held()
       config.eval.rows = 80
@@ -294,7 +294,7 @@ class PlanTest(parameterized.TestCase):
     chip = topologies.Chip('chip', 2**40, 1e12, 1e9, 1e9, 1e-6)
     with (
         mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), chip)),
-        mock.patch.object(plan, '_compile'),
+        mock.patch.object(plan, 'compile_program'),
     ):
       planned = plan.make(self.config)
     # 16 rows of 3 turns of 6 tokens; nothing was compiled, so copy and prefill take no time.
@@ -350,7 +350,7 @@ class PlanTest(parameterized.TestCase):
     program = mock.Mock(temporaries=0)
     error = jax.errors.JaxRuntimeError(message)
     program.traced.lower.return_value.compile.side_effect = error
-    plan._compile(program, mock.Mock(tpu_limit_mib=0))
+    plan.compile_program(program, mock.Mock(tpu_limit_mib=0))
     self.assertEqual(program.temporaries, 20.5 * 2**30)
 
   def test_a_run_that_does_not_fit(self):
@@ -363,7 +363,7 @@ class PlanTest(parameterized.TestCase):
     small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
     stdout = io.StringIO()
     with (
-        mock.patch.object(plan, '_compile', self.too_large),
+        mock.patch.object(plan, 'compile_program', self.too_large),
         contextlib.redirect_stdout(stdout),
         mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small)),
     ):

@@ -5,6 +5,8 @@ shardings alone. Memory is as the compiler reports it per program. FLOPs and col
 counted (flops.py, hlo.py). Times are a roofline, so they are lower bounds.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -100,13 +102,29 @@ class Plan:
     return (self.limit - held['reference policy'] - held['teacher']) // 2**20
 
   @property
+  def update_seconds(self) -> float | None:
+    """Time of an update with its rollout, a lower bound. None: unknown."""
+    training = _named(self, 'update', 'annotate')
+    if not all(program.seconds for program in self.programs):
+      return None
+    total = sum(program.runs * program.seconds for program in training)
+    return total + (self.rollout.seconds if self.rollout else 0.0)
+
+  @property
   def fits(self) -> bool:
     """Whether every program leaves the headroom free."""
     return all(program.peak <= self.limit for program in self.programs)
 
 
-def make(config: Config, topology: str = '') -> Plan:
+def make(
+    config: Config,
+    topology: str = '',
+    devices: tuple[Sequence[jax.Device], topologies.Chip] | None = None,
+    compiler: Callable[[CompiledProgram, Plan], None] | None = None,
+) -> Plan:
   """Compiles a run's programs for `topology` ('' means the attached devices), as the loop would.
+
+  `devices` and `compiler` replace `topologies.devices_of` and `compile_program`.
 
   Choice: every episode fills a bin of the longest bucket, and every step clips something in each
   bin. Shorter bins are branches of the same program that need less. Fewer bins take fewer
@@ -116,7 +134,7 @@ def make(config: Config, topology: str = '') -> Plan:
   """
   validation.validate(config)
   validation.check_one_policy(config)
-  devices, chip = topologies.devices_of(topology)
+  devices, chip = devices or topologies.devices_of(topology)
   mesh = sharding.mesh_of(config.mesh, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   on_host = learner_lib.on_host(config, mesh)
@@ -161,7 +179,7 @@ def make(config: Config, topology: str = '') -> Plan:
       sampler=sampler,
   )
   for program in _programs(plan, spec, state, frozen):
-    _compile(program, plan)
+    (compiler or compile_program)(program, plan)
     plan.programs.append(program)
     _estimate(program, plan)
   if config.pipeline.staleness and not config.rollout.engine:
@@ -234,12 +252,13 @@ def _programs(plan, spec, state, frozen):
     yield from programs.sampling(plan, frozen.policy(state.actor))
 
 
-def _compile(program, plan):
-  """Compiles the program and fills in its memory and collectives."""
+def compile_program(program: CompiledProgram, plan: Plan) -> None:
+  """Compiles the program and fills in its FLOPs, memory and collectives."""
   logging.info('compiling %s for %s', program.name, plan.topology)
   options = None
   if plan.tpu_limit_mib:
     options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib}
+  program.count_flops()
   lowered = program.traced.lower()
   try:
     compiled = lowered.compile(options)

@@ -1,7 +1,9 @@
 """The programs of a run, traced from shapes and shardings: what an update runs, and how often."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ class CompiledProgram:
     unit: description of one call.
     runs: calls per update, at most.
     resident: bytes that other parts of the run hold meanwhile.
-    traced: jax.stages.Traced of the function.
+    trace: traces the function. Called once, when the program is compiled.
     trips: iterations of its loops without a known trip count.
     flops: floating-point operations of the matrix products, on all devices together.
     arguments: bytes of the arguments.
@@ -39,7 +41,7 @@ class CompiledProgram:
   unit: str
   runs: int
   resident: int
-  traced: Any = None
+  trace: Callable[[], jax.stages.Traced] | None = None
   trips: int = 1
   flops: float = 0.0
   arguments: int = 0
@@ -48,9 +50,15 @@ class CompiledProgram:
   seconds: float | None = None
   note: str = ''
 
-  def __post_init__(self) -> None:
-    if self.traced is not None:
-      self.flops = flops.matmul_flops(self.traced.jaxpr, self.trips)
+  @functools.cached_property
+  def traced(self) -> jax.stages.Traced:
+    """The traced function."""
+    assert self.trace is not None
+    return self.trace()
+
+  def count_flops(self) -> None:
+    """Fills in `flops`."""
+    self.flops = flops.matmul_flops(self.traced.jaxpr, self.trips)
 
   @property
   def peak(self) -> int:
@@ -71,19 +79,23 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
   replayed_model = model if spec.routing_replay == 'sampling' else None
   micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
   num_steps = train.episodes // train.mini_batch
-  annotate = functions.annotate.trace(
-      state,
-      frozen,
-      batching.batch_shapes(train.episodes, longest, replayed_model),
-      _packed_step(num_steps, train.mini_batch),
-  )
-  batch, _ = annotate.out_info
+
+  @functools.cache
+  def trace_annotate():
+    batch = batching.batch_shapes(train.episodes, longest, replayed_model)
+    steps = _packed_step(num_steps, train.mini_batch)
+    return functions.annotate.trace(state, frozen, batch, steps)
+
+  def trace_update():
+    batch, _ = trace_annotate().out_info
+    return functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch))
+
   yield CompiledProgram(
       name='update',
       unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
       runs=train.epochs * num_steps,
       resident=held['reference policy'] + held['teacher'] + sampling_bytes,
-      traced=functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch)),
+      trace=trace_update,
       trips=train.mini_batch // train.micro_batch,
   )
   yield CompiledProgram(
@@ -91,7 +103,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
       unit=f'log-probs and values of {train.episodes} episodes {micro}',
       runs=1,
       resident=held['optimizers'] + sampling_bytes,
-      traced=annotate,
+      trace=trace_annotate,
       trips=train.mini_batch // train.micro_batch,
   )
 
@@ -102,7 +114,7 @@ def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   held = plan.held_per_device
   sampler = plan.sampler
   lengths = config.rollout
-  traced = sampler.trace(params, lengths.max_total)
+  traced = functools.cache(lambda: sampler.trace(params, lengths.max_total))
   decodes = -(-config.train.episodes // sampler.width)
   prefills = -(-config.train.episodes // sampler.prefill_rows)
   chunk = sampler.chunk_buckets[-1]
@@ -119,28 +131,28 @@ def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
       unit=f'the policy in {sampler.config.dtype}, over {" x ".join(axes)}',
       runs=1,
       resident=training_state + cache * bool(config.pipeline.staleness),
-      traced=traced['copy'],
+      trace=lambda: traced()['copy'],
   )
   yield CompiledProgram(
       name='prefill',
       unit=f'{chunk} tokens of {sampler.prefill_rows} rows',
       runs=prefills * chunks,
       resident=others + (other_groups if sampler.in_place else cache),
-      traced=traced['prefill'],
+      trace=lambda: traced()['prefill'],
   )
   yield CompiledProgram(
       name='decode',
       unit=f'1 token of {sampler.width} rows of {lengths.max_total} slots',
       runs=decodes * tokens_per_episode(config),
       resident=others + other_groups,
-      traced=traced['decode'],
+      trace=lambda: traced()['decode'],
   )
   yield CompiledProgram(
       name='grow',
       unit='the last growth of a KV cache, which copies it',
       runs=decodes * (len(sampler.slot_buckets) - 1),
       resident=others + held['sampling copy'] + other_groups,
-      traced=traced['grow'],
+      trace=lambda: traced()['grow'],
   )
 
 

@@ -75,16 +75,15 @@ def _times(plan):
   """Yields the rows about time; none without the chip's figures."""
   programs = plan.programs
   seconds = [program.seconds for program in programs]
-  if not all(seconds):
+  whole = plan.update_seconds
+  if whole is None:
     return
   per_update = [program.runs * time for program, time in zip(programs, seconds)]
   yield _row('at least, s (estimate)', *(f'{time:.3g}' for time in seconds))
   yield _row('runs per update, at most', *(str(program.runs) for program in programs))
   yield _row('s per update (estimate)', *(f'{time:.3g}' for time in per_update))
-  whole = sum(per_update[:2])
   share = 'without sampling'
   if plan.rollout is not None:
-    whole += plan.rollout.seconds
     share = f'of which sampling {plan.rollout.seconds / whole:.0%}'
   yield (
       f'one update takes at least {whole:.0f} s, {share} (an estimate from below, by a roofline of '
