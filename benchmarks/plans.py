@@ -14,10 +14,10 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 from absl import app
 from absl import flags

@@ -5,8 +5,9 @@
 Trains the smoke form of the default run. One in fifty steps of its environments blocks for ever, in
 one of several ways, and fails after 3 s (config.rollout.env_timeout_s). Each stop has to end the
 process within 5 s with exit code 0 and a checkpoint of the last update, and the next start has to
-resume there. Prints one JSON line: stops, the longest time that one took, stops while a call was
-blocked, calls that blocked, and updates (exit code 0 if all is as it should be).
+resume there. Prints a JSON line per stop, and one at the end: stops, the shortest, median and
+longest time of a stop, stops while a call was blocked, calls that blocked, and updates (exit code 0
+if all is as it should be).
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -104,7 +106,7 @@ def main(unused_argv):
       if process.poll() is not None:
         _fail(f'the run ended by itself, {process.returncode}', errors)
       started = time.monotonic()
-      while_blocked += _is_blocked(log)
+      is_blocked = _is_blocked(log)
       process.send_signal(signal.SIGTERM)
       try:
         code = process.wait(60)
@@ -116,6 +118,16 @@ def main(unused_argv):
       # An update whose evaluation was stopped is saved, and its line is written when it resumes.
       if code or saved <= last or saved < _last_update(workdir):
         _fail(f'stop {number}: exit code {code}, checkpoint {saved} after {last}', errors)
+      line = {
+          'stop': number + 1,
+          'seconds': round(took[-1], 2),
+          'exit_code': code,
+          'while_blocked': is_blocked,
+          'resumed_after': last,
+          'checkpoint': saved,
+      }
+      print(json.dumps(line), flush=True)
+      while_blocked += is_blocked
       last = saved
     steps = [row['step'] for row in metrics_lib.read_metrics(workdir)]
     final = len(steps) - 1
@@ -123,8 +135,9 @@ def main(unused_argv):
         'benchmark': 'stops',
         'staleness': _STALENESS.value,
         'stops': len(took),
+        'shortest_s': round(min(took), 2),
+        'median_s': round(statistics.median(took), 2),
         'longest_s': round(max(took), 2),
-        'mean_s': round(sum(took) / len(took), 2),
         'while_blocked': while_blocked,
         'blocked_calls': len(_blocked(log)),
         'updates': last,

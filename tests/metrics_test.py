@@ -7,6 +7,7 @@ import glob
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -224,6 +225,31 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertNotEqual(names[0], names[2])
     module.init.return_value.log.assert_called_with({'a': 4.0}, step=4)
     module.init.return_value.finish.assert_called_with()
+
+  @parameterized.parameters(
+      (shutil.copytree, True), (os.rename, False), (lambda old, new: os.symlink(old, new), False)
+  )
+  def test_only_copied_folder_gets_new_run(self, transfer, is_new):
+    module = python_types.SimpleNamespace(init=mock.Mock())
+    options = dict(project='p', tracker='trackio', run_name='r')
+    log = module.init.return_value.log
+    original = os.path.join(self.workdir, 'original')
+    other = os.path.join(self.workdir, 'other')
+    with mock.patch.dict(sys.modules, {'trackio': module}):
+      for workdir, resume_step in ((original, -1), (other, 1), (other, 2)):
+        if resume_step == 1:
+          transfer(original, other)
+          log.reset_mock()
+        writer = metrics.MetricsWriter(workdir, resume_step=resume_step, **options)
+        for step in (1, 2):
+          if step > resume_step:
+            writer.write(step, {'a': step})
+        writer.close()
+    first, second, third = [call.kwargs['name'] for call in module.init.call_args_list]
+    self.assertEqual(first != second, is_new)
+    self.assertEqual(second, third)
+    steps = [call.kwargs['step'] for call in log.call_args_list]
+    self.assertEqual(steps, [1, 2] if is_new else [])
 
   def test_a_tracker_has_each_step_once(self):
     module = python_types.SimpleNamespace(init=mock.Mock())

@@ -140,6 +140,25 @@ class ClientTest(parameterized.TestCase):
     self.assertLen(asked, 3)
 
   @parameterized.parameters(
+      (0, UserError, 'no answer to any request .*restart it', 1),
+      (1, client_lib.UnansweredError, 'no answer to any request', 2),
+  )
+  def test_server_that_hangs_is_given_up(self, answered, error, words, attempts):
+    ended = threading.Event()
+    self.addCleanup(ended.set)
+    limits = client_lib.http_client.ClientLimits(10.0, 0.3)
+    answer = lambda body: completion('x') if len(asked) <= answered else ended.wait()
+    with serving(lambda body: answer(body)) as (address, asked):
+      client = self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False}))
+      for _ in range(answered):
+        client.complete([])
+      with mock.patch.object(client_lib, '_LIMITS', limits):
+        with self.assertRaisesRegex(error, words):
+          client.complete([])
+      ended.set()
+    self.assertLen(asked, answered + attempts)
+
+  @parameterized.parameters(
       (401, 'Incorrect API key', 'status 401: .*Incorrect API key'),
       (404, 'no such model', "config.eval.model='m' rejected a request .* 404: no such model$"),
       (400, 'stop is not supported', 'stop is not supported'),

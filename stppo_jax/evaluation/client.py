@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import re
 import threading
+import time
 from typing import Any
 
 import requests
@@ -79,6 +81,7 @@ class ChatClient:
     self._stop = tuple(stop)
     self._abandoned = abandoned or threading.Event()
     self._has_answered = False
+    self._answered_s = -math.inf  # when the newest answer came
     self._session = requests.Session()
     self._session.auth = self._authorize
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
@@ -103,6 +106,7 @@ class ChatClient:
     if self._abandoned.is_set():
       raise UnansweredError('the job has ended')
     url = self._address.rstrip('/') + '/chat/completions'
+    began_s = time.monotonic()
     try:
       answer = http_client.send(self._session, url, body, _LIMITS)
       completion = _parse(json.loads(answer), self._stop)
@@ -115,11 +119,21 @@ class ChatClient:
     except http_client.Temporary as error:
       if isinstance(error.__cause__, requests.ConnectionError) and not self._has_answered:
         raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
+      # One that hangs would take all attempts of all rows. A row alone may try once more.
+      waited_s = time.monotonic() - began_s
+      if waited_s > 0.9 * _LIMITS.total_s and self._answered_s < began_s - _LIMITS.total_s:
+        reason = f'gave no answer to any request for {waited_s:.0f} s'
+        if not self._has_answered:
+          raise self._error(
+              f'{reason}: restart it, correct the address, or lower config.eval.rows'
+          ) from None
+        raise UnansweredError(reason) from None
       raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
       message = f'an answer that is no completion ({type(error).__name__})'
       raise http_client.Temporary(message) from None
     self._has_answered = True
+    self._answered_s = time.monotonic()
     return completion
 
   def _error(self, reason: str) -> UserError:

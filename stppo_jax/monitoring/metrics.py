@@ -43,7 +43,8 @@ class MetricsWriter:
 
   A non-finite number is written as null, and its name in that line's list "nonfinite".
   The writer first drops the lines of steps after `resume_step`, which a resumed run writes again;
-  -1 starts a new file. After a rollback a tracker gets a new run. Only process 0 may hold a writer.
+  -1 starts a new file. After a rollback, and
+  in a copy of a run's folder, a tracker gets a new run. Only process 0 may hold a writer.
   """
 
   def __init__(
@@ -69,7 +70,7 @@ class MetricsWriter:
 
       def make_tracker():
         sink = sinks.Tracker(tracker, workdir, project, run_name, config_json, is_continued)
-        if is_continued:
+        if sink.is_continued:
           sink.last_step = last_step
         else:
           for line in kept:

@@ -104,6 +104,7 @@ class Tracker:
   A resumed run continues under the id that `workdir`/<package>_id holds. It repeats the steps after
   its checkpoint, and steps up to `last_step`, which the tracker has already, are left out. Choice:
   a rollback gets a new id, because its steps are other ones than those of the abandoned branch.
+  So does a copy of the folder of a run. `is_continued` says whether the tracker has earlier steps.
   Without a login, W&B stays offline in `workdir`. trackio stores all runs in one local folder.
   """
 
@@ -119,7 +120,7 @@ class Tracker:
     self.name = package
     self.last_step = -1
     module = importlib.import_module(package)
-    run_id = _run_id(os.path.join(workdir, f'{package}_id'), is_resumed)
+    run_id, self.is_continued = _run_id(workdir, f'{package}_id', is_resumed)
     options: dict[str, Any] = {
         'project': project,
         'config': json.loads(config_json),
@@ -144,14 +145,29 @@ class Tracker:
       raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `{self.name} sync`')
 
 
-def _run_id(path: str, is_resumed: bool) -> str:
-  """Returns the id that the file holds; writes a new one there for a run that begins."""
-  if is_resumed and os.path.exists(path):
-    with open(path, encoding='utf-8') as file:
-      saved = file.read().strip()
-      if saved:
-        return saved
-  new = secrets.token_hex(4)
+def _run_id(workdir: str, name: str, is_resumed: bool) -> tuple[str, bool]:
+  """Returns (id, whether it is an old one). The file `name` has the id and the path of its folder.
+
+  The id of a folder that was moved stays. A folder whose original is still there is a copy.
+  """
+  path = os.path.join(workdir, name)
+  here = os.path.realpath(workdir)
+  saved, owner = _read_id(path) if is_resumed else ('', '')
+  if saved and owner and _read_id(os.path.join(owner, name))[0] == saved:
+    if not os.path.samefile(owner, here):
+      logging.info('%s is a copy of %s: it gets a run of its own in the tracker', here, owner)
+      saved = ''
+  run_id = saved or secrets.token_hex(4)
   with open(path, 'w', encoding='utf-8') as file:
-    file.write(new)
-  return new
+    file.write(f'{run_id}\n{here}\n')
+  return run_id, bool(saved)
+
+
+def _read_id(path: str) -> tuple[str, str]:
+  """Returns (id, path of the folder that it was made for); empty texts if there are none."""
+  lines = []
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    with open(path, encoding='utf-8') as file:
+      lines = file.read().splitlines()
+  run_id, owner, *_ = [*lines, '', '']
+  return run_id.strip(), owner
