@@ -30,7 +30,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.systems import distillation
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
-from stppo_jax.training import packing
+from stppo_jax.training import minibatches
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import teacher as teacher_lib
@@ -414,7 +414,7 @@ class MissingTest(absltest.TestCase):
     teacher.batch_logp.side_effect = [mock.DEFAULT, types.RunError('gone')]
     spec = update_test.make_spec(row=ROW, critic=None)
     mesh = update_test.one_device()
-    bins = packing.Bins(2, 1, 2, (8,), 0, None)
+    bins = minibatches.Bins(2, 1, 2, (8,), 0, None)
     states = {'asker': mock.Mock(), 'answerer': mock.Mock()}
     learners = learner_lib.Learners(
         spec, update_test.NOTHING, mesh, functions, bins, states, 0, teacher

@@ -25,6 +25,7 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import minibatches
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -118,8 +119,8 @@ def learn(
     if min(scores[-2:]) >= GOOD and n:
       break
     rows = sharding.rows(run.mesh)
-    bins = packing.Bins(*run.reuse, 8, (8,), 0, rows, whole_groups=variant.compares_rows)
-    batch, steps = packing.to_device(episodes, bins, shuffle_key)
+    bins = minibatches.Bins(*run.reuse, 8, (8,), 0, rows, whole_groups=variant.compares_rows)
+    batch, steps = minibatches.to_device(episodes, bins, shuffle_key)
     batch, _ = run.functions.annotate(
         run.state, run.frozen, batch, packing.stack(steps[: len(steps) // bins.epochs])
     )

@@ -26,7 +26,7 @@ from stppo_jax.monitoring import journal
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import sinks
 from stppo_jax.monitoring import timing
-from stppo_jax.training import diagnostics
+from stppo_jax.training import summary
 
 
 def _strict_lines(workdir):
@@ -318,10 +318,10 @@ class MeansTest(absltest.TestCase):
 
   def test_undefined_cosine_does_not_count(self):
     nan, cos = math.nan, 'stppo/cos_g_c'
-    made = diagnostics.means([{cos: nan, 'loss': 1.0}, {cos: -0.8, 'loss': 2.0}])
+    made = summary.means([{cos: nan, 'loss': 1.0}, {cos: -0.8, 'loss': 2.0}])
     self.assertEqual(made, {cos: -0.8, 'loss': 1.5})
-    self.assertEqual(diagnostics.means([{cos: nan, 'loss': 1.0}]), {'loss': 1.0})
-    self.assertTrue(math.isnan(diagnostics.means([{'loss': nan}])['loss']))  # never hidden
+    self.assertEqual(summary.means([{cos: nan, 'loss': 1.0}]), {'loss': 1.0})
+    self.assertTrue(math.isnan(summary.means([{'loss': nan}])['loss']))  # never hidden
 
 
 class TextTest(parameterized.TestCase):

@@ -27,7 +27,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import timing
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
-from stppo_jax.training import packing
+from stppo_jax.training import minibatches
 from stppo_jax.training import state as train_state
 from tests import update_test
 from tests.support import tiny_run
@@ -500,8 +500,8 @@ class DealTest(parameterized.TestCase):
     return rows
 
   def deal(self, rows, mini_batch):
-    bins = packing.Bins(mini_batch, 2, 2, (8,), 0, None, whole_groups=True)
-    return packing.to_device(rows, bins, jax.random.key(0))
+    bins = minibatches.Bins(mini_batch, 2, 2, (8,), 0, None, whole_groups=True)
+    return minibatches.to_device(rows, bins, jax.random.key(0))
 
   def test_groups_are_not_torn_apart(self):
     rows = self.episodes([0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3])
@@ -552,7 +552,7 @@ class LearnerTest(absltest.TestCase):
     state = self.state(name)
     previous = self.before if variant.extrapolation else None
     state = state.replace(actor=self.actor, previous_actor=previous)
-    bins = packing.Bins(4, 2, 2, (16,), 0, None, whole_groups=variant.compares_rows)
+    bins = minibatches.Bins(4, 2, 2, (16,), 0, None, whole_groups=variant.compares_rows)
     mesh = update_test.one_device()
     states = {'': state}
     return learner_lib.Learners(spec, update_test.NOTHING, mesh, functions, bins, states, seed=0)

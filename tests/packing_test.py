@@ -13,6 +13,7 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
+from stppo_jax.training import minibatches
 from stppo_jax.training import packing
 
 
@@ -122,16 +123,16 @@ class DealTest(absltest.TestCase):
 
   def deal(self, segments, epochs=2):
     rows = make_rows(segments)
-    bins = packing.Bins(4, epochs, 2, (8,), 0, None)
-    return rows, *packing.to_device(rows, bins, jax.random.key(1))
+    bins = minibatches.Bins(4, epochs, 2, (8,), 0, None)
+    return rows, *minibatches.to_device(rows, bins, jax.random.key(1))
 
   def test_demonstrations_are_marked_in_all_batches(self):
     rows = make_rows([1] * 4)
     key = jax.random.key(1)
-    batch, _ = packing.to_device(rows, packing.Bins(4, 1, 2, (8,), 0, None), key)
+    batch, _ = minibatches.to_device(rows, minibatches.Bins(4, 1, 2, (8,), 0, None), key)
     self.assertIsNone(batch.demonstrated)
-    bins = packing.Bins(4, 1, 2, (8,), 0, None, marks_demonstrations=True)
-    batch, _ = packing.to_device(rows, bins, key)
+    bins = minibatches.Bins(4, 1, 2, (8,), 0, None, marks_demonstrations=True)
+    batch, _ = minibatches.to_device(rows, bins, key)
     np.testing.assert_array_equal(batch.demonstrated, np.zeros(4))
 
   def test_a_step_has_all_rows_of_its_episodes(self):
@@ -177,7 +178,9 @@ class DealTest(absltest.TestCase):
     rows, batch, steps = self.deal([1] * 8)
     self.assertLen(batch.tokens, 8)
     plain = [dataclasses.replace(row, number=None, whole_score=None) for row in rows]
-    _, expected = packing.to_device(plain, packing.Bins(4, 2, 2, (8,), 0, None), jax.random.key(1))
+    _, expected = minibatches.to_device(
+        plain, minibatches.Bins(4, 2, 2, (8,), 0, None), jax.random.key(1)
+    )
     for ours, theirs in zip(steps, expected, strict=True):
       jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 

@@ -38,7 +38,7 @@ from stppo_jax.rollout import sampling
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
-from stppo_jax.training import packing
+from stppo_jax.training import minibatches
 from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
@@ -354,8 +354,8 @@ class DealTest(absltest.TestCase):
     ordered = batching.by_length(episodes[::2] + episodes[1::2])
     self.assertEqual([episode.number for episode in ordered], [1, 1, 0, 0, 3, 3, 2, 2])
     self.assertEqual([episode.role for episode in ordered], list(ROLES) * 4)
-    bins = packing.Bins(2, 1, 2, (8,), 0, None)
-    batch, steps = packing.to_device(ordered, bins, jax.random.key(0))
+    bins = minibatches.Bins(2, 1, 2, (8,), 0, None)
+    batch, steps = minibatches.to_device(ordered, bins, jax.random.key(0))
     self.assertLen(steps, 2)
     for step in steps:
       numbers = [ordered[row].number for row in step.rows]

@@ -60,7 +60,7 @@ def to_turn_batch(
     sharding: jax.sharding.Sharding | None = None,  # row axis; None: the default device
     marks_demonstrations: bool = False,  # also a batch without any has the column `demonstrated`
 ) -> types.TurnBatch:
-  """Pads the episodes to one length and moves them to the device. `packing.to_device` calls it.
+  """Pads the episodes to one length and moves them to the device. `minibatches.to_device` calls it.
 
   The reward of a turn stands on its last token. Failed episodes and padding rows have action_mask,
   turn_ids and rewards 0: they are in the batch, but in no sum. Choice: each of these rows is

@@ -23,10 +23,11 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
-from stppo_jax.training import diagnostics
+from stppo_jax.training import minibatches
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
+from stppo_jax.training import summary
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
 
@@ -44,8 +45,8 @@ class Models(typing.NamedTuple):
   frozen: state_lib.Frozen
 
 
-class DealtRows(typing.NamedTuple):
-  """The rows of a policy, moved to the devices and dealt out to optimizer steps."""
+class SplitRows(typing.NamedTuple):
+  """The rows of a policy, moved to the devices, and their optimizer steps."""
 
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
@@ -68,7 +69,7 @@ class Learners:
     frozen: parameters that no step changes.
     mesh: the devices.
     functions: the compiled functions of an update.
-    bins: how a batch is dealt out to optimizer steps.
+    bins: how a batch is split into optimizer steps.
     states: {'': the state that is trained on all rows}, or {role: the state of its rows}.
     seed: the seed of the run.
     teacher: the `teacher.TeacherServer` that scores the tokens; None: there is none.
@@ -78,7 +79,7 @@ class Learners:
   frozen: state_lib.Frozen
   mesh: jax.sharding.Mesh
   functions: update_lib.Functions
-  bins: packing.Bins
+  bins: minibatches.Bins
   states: dict[str, TrainState]
   seed: int
   teacher: Any = None
@@ -133,46 +134,47 @@ class Learners:
       skipped = jnp.zeros_like(state.skipped)
       self.states[name] = dataclasses.replace(state, skipped=skipped)
 
-  def update(self, sampled: batching.Sampled, timing: Timing) -> list[diagnostics.PolicyUpdate]:
+  def update(self, sampled: batching.Sampled, timing: Timing) -> list[summary.PolicyUpdate]:
     """Trains each policy on its rows of the batch.
 
     The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
     _, key = batching.batch_keys(self.seed, sampled.number)
-    dealt = {}
+    split = {}
     with timing('old_log_prob'):
       for name in self.states:
         rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
-        dealt[name] = self._deal(rows, key)
+        split[name] = self._split(rows, key)
     # All states are whole up to here: if a teacher's server fails, the run saves them.
     states = {}
     updates = []
-    for name, dealt_rows in dealt.items():
-      states[name], policy_update = self._train(name, dealt_rows, timing)
+    for name, split_rows in split.items():
+      states[name], policy_update = self._train(name, split_rows, timing)
       updates.append(policy_update)
     # All at once: after an error, the run saves the state only if it belongs to one update.
     self.states = states
     return updates
 
-  def _deal(self, rows, key):
-    """Moves rows to the devices, and deals them out to optimizer steps by `key`.
+  def _split(self, rows, key):
+    """Moves rows to the devices, and splits them into optimizer steps by `key`.
 
     A teacher's server scores their tokens. RunError: it failed.
     """
-    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
+    # Keep the sampled order if the variant prefers the first of equal scores.
+    if not self.spec.variant.breaks_ties:
       rows = batching.by_length(rows)
-    batch, steps = packing.to_device(rows, self.bins, key)
+    batch, steps = minibatches.to_device(rows, self.bins, key)
     if self.teacher is not None:
       batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
-    return DealtRows(rows, batch, steps)
+    return SplitRows(rows, batch, steps)
 
-  def _train(self, name, dealt_rows, timing):
+  def _train(self, name, split_rows, timing):
     """Trains a policy on its batch: returns (new state, PolicyUpdate).
 
     The buffers of the old state are reused. If no step moves an extrapolated policy, the policy
     returns to where it was before.
     """
-    rows, batch, steps = dealt_rows
+    rows, batch, steps = split_rows
     functions = self.functions
     frozen = self.frozen
     state = self.start_state(name)
@@ -199,7 +201,7 @@ class Learners:
         state = dataclasses.replace(
             state, actor=state.previous_actor, previous_actor=previous_actor
         )
-    return state, diagnostics.PolicyUpdate(name, rows, batch, steps, metrics, measured)
+    return state, summary.PolicyUpdate(name, rows, batch, steps, metrics, measured)
 
 
 def _one_or_list(values):
@@ -246,7 +248,7 @@ def build(
   spec, frozen = complete(config, variant, models, device, load_model, copy)
   state = state_lib.create_sharded(spec, models.actor, models.critic, mesh, offloaded)
   compiled = update_lib.compile_functions(spec, state, frozen, mesh)
-  bins = packing.Bins(
+  bins = minibatches.Bins(
       mini_batch=config.train.mini_batch,
       epochs=config.train.epochs,
       micro_batch=config.train.micro_batch,

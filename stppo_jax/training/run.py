@@ -40,11 +40,11 @@ from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
-from stppo_jax.training import diagnostics
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
+from stppo_jax.training import summary
 
 
 @dataclasses.dataclass
@@ -413,7 +413,7 @@ class Run:
       return self.sampled
 
   def measure(
-      self, n: int, sampled: batching.Sampled, policy_updates: Sequence[diagnostics.PolicyUpdate]
+      self, n: int, sampled: batching.Sampled, policy_updates: Sequence[summary.PolicyUpdate]
   ) -> dict[str, float]:
     """Returns the metrics of update n and writes its episodes.
 
@@ -423,7 +423,7 @@ class Run:
     self.progress.score = None
     self.sampled = None
     with self.timing('records'):
-      metrics = diagnostics.update_summary(policy_updates)
+      metrics = summary.update_summary(policy_updates)
       episodes = [episode for part in policy_updates for episode in part.episodes]
       metrics |= episodes_lib.summarize_update(episodes)
       counts = outcomes.count_update([(x.episodes, x.step_metrics) for x in policy_updates])

@@ -26,7 +26,7 @@ from stppo_jax.rollout import engine
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
-from stppo_jax.training import packing
+from stppo_jax.training import minibatches
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update as update_lib
@@ -96,7 +96,7 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   actor = {'mlp': {'up': {'kernel': jnp.linspace(0, 1, 64).reshape(1, 8, 8)}}}
   state = train_state.create_sharded(spec, actor, None, mesh)
   settings, rows = config.train, sharding.rows(mesh)
-  bins = packing.Bins(
+  bins = minibatches.Bins(
       settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
   functions = compile_functions(optimizer)
