@@ -23,6 +23,7 @@ from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
 from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
+from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
 from stppo_jax.types import hint
@@ -31,7 +32,7 @@ from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 _MAX_LINE = 4000  # characters of an error
-_EXIT_S = 1.5  # for the end of a process with code of an environment that is still running
+_EXIT_S = 1.5  # for the end of a process in which an environment or the compiler still works
 
 
 def main() -> None:
@@ -48,9 +49,9 @@ def main() -> None:
 
 
 def _end(code):
-  """Ends the process if abandoned code of an environment keeps it with threads of its own."""
+  """Ends the process if threads of an environment or of the compiler keep it."""
   time.sleep(_EXIT_S)
-  if guard.has_abandoned():
+  if guard.has_abandoned() or calls.is_running(calls.COMPILER):
     os._exit(code)
 
 

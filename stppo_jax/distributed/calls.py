@@ -4,6 +4,8 @@ from collections.abc import Callable
 import threading
 from typing import Any
 
+COMPILER = 'compiler'  # name of the threads that compile programs
+
 
 class ThreadedCall(threading.Thread):
   """Calls a function in a thread that ends with the process.
@@ -12,8 +14,8 @@ class ThreadedCall(threading.Thread):
   RuntimeError, because it concerns the thread and not its caller.
   """
 
-  def __init__(self, function: Callable[[], Any]):
-    super().__init__(daemon=True)
+  def __init__(self, function: Callable[[], Any], name: str | None = None):
+    super().__init__(name=name, daemon=True)
     self._function = function
     self._error: Exception | None = None
     self.start()
@@ -34,3 +36,8 @@ class ThreadedCall(threading.Thread):
     if self._error is not None:
       raise self._error
     return not self.is_alive()
+
+
+def is_running(name: str) -> bool:
+  """Returns whether any thread of this name is running."""
+  return any(thread.name == name for thread in threading.enumerate())

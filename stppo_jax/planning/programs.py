@@ -6,9 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from stppo_jax.config import Config
 from stppo_jax.planning import flops
 from stppo_jax.planning import hlo
@@ -83,12 +80,12 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
   @functools.cache
   def trace_annotate():
     batch = batching.batch_shapes(train.episodes, longest, replayed_model)
-    steps = _packed_step(num_steps, train.mini_batch)
+    steps = packing.step_shapes(num_steps, train.mini_batch)
     return functions.annotate.trace(state, frozen, batch, steps)
 
   def trace_update():
     batch, _ = trace_annotate().out_info
-    return functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch))
+    return functions.update_step.trace(state, frozen, batch, packing.step_shapes(train.mini_batch))
 
   yield CompiledProgram(
       name='update',
@@ -168,8 +165,3 @@ def tokens_per_episode(config: Config) -> int:
   """Returns the number of tokens that an episode samples, at most."""
   rollout = config.rollout
   return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)
-
-
-def _packed_step(*axes):
-  whole: Any = jax.ShapeDtypeStruct(axes, jnp.int32)
-  return packing.Step(whole, packing.Packing(whole, whole, whole))

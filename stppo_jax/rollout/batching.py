@@ -202,15 +202,20 @@ def _routes(episodes, shape):
 
 
 def batch_shapes(
-    rows: int, length: int, routed_model: decoder.ModelConfig | None = None
+    rows: int,
+    length: int,
+    routed_model: decoder.ModelConfig | None = None,
+    roles: Sequence[str] = (),
+    marks_demonstrations: bool = False,
 ) -> types.TurnBatch:
-  """Returns the batch that `to_turn_batch` makes, as ShapeDtypeStructs, for planning.
+  """Returns the batch that `to_turn_batch` makes, as ShapeDtypeStructs.
 
   For a mixture of experts `routed_model` the batch has the experts of each token, to be replayed.
   """
   shape: Any = jax.ShapeDtypeStruct
   real = shape((rows, length), np.float32)
   whole = shape((rows, length), np.int32)
+  of_rows = shape((rows,), np.float32)
   routes = None
   if routed_model is not None:
     from stppo_jax.models import moe
@@ -229,6 +234,8 @@ def batch_shapes(
       returns=real,
       group_ids=shape((rows,), np.int32),
       behaviour_logp=real,
-      truncated=shape((rows,), np.float32),
+      truncated=of_rows,
       routes=routes,
+      roles={role: of_rows for role in roles} if len(roles) > 1 else None,
+      demonstrated=of_rows if marks_demonstrations else None,
   )

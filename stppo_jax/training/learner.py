@@ -23,6 +23,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
+from stppo_jax.training import ahead
 from stppo_jax.training import minibatches
 from stppo_jax.training import objective
 from stppo_jax.training import packing
@@ -73,6 +74,7 @@ class Learners:
     states: {'': the state that is trained on all rows}, or {role: the state of its rows}.
     seed: the seed of the run.
     teacher: the `teacher.TeacherServer` that scores the tokens; None: there is none.
+    compilation: compiles the functions ahead of the first update; None: nothing does.
   """
 
   spec: state_lib.Spec
@@ -83,6 +85,7 @@ class Learners:
   states: dict[str, TrainState]
   seed: int
   teacher: Any = None
+  compilation: ahead.Compilation | None = None
 
   @property
   def state(self) -> Any:
@@ -134,12 +137,44 @@ class Learners:
       skipped = jnp.zeros_like(state.skipped)
       self.states[name] = dataclasses.replace(state, skipped=skipped)
 
+  def compile_ahead(self, num_episodes: int, group_size: int, roles: Sequence[str]) -> None:
+    """Begins to compile the functions for a batch of so many episodes, in threads.
+
+    An environment with `roles` gives an episode one row for each of them.
+    """
+    if '' not in self.states:
+      roles = ()  # each policy has the rows of one role
+    routed_model = self.spec.actor if self.spec.routing_replay == 'sampling' else None
+    batch, step = minibatches.shapes(self.bins, num_episodes, group_size, roles, routed_model)
+    if self.teacher is not None:
+      batch = dataclasses.replace(batch, teacher_logp=batch.old_logp)
+    place = self.bins.sharding
+
+    def on_devices(shape):
+      return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+    (rows_per_step,) = step.rows.shape
+    steps_per_epoch = num_episodes // self.bins.mini_batch
+    state = next(iter(self.states.values()))
+    self.compilation = ahead.Compilation(
+        functions=self.functions,
+        state=sharding.shapes(state),
+        frozen=sharding.shapes(self.frozen),
+        batch=jax.tree.map(on_devices, batch),
+        first_epoch=packing.step_shapes(steps_per_epoch, rows_per_step),
+        step=step,
+    )
+
   def update(self, sampled: batching.Sampled, timing: Timing) -> list[summary.PolicyUpdate]:
     """Trains each policy on its rows of the batch.
 
     The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
     _, key = batching.batch_keys(self.seed, sampled.number)
+    if self.compilation is not None:
+      with timing('compile'):
+        self.compilation.wait()
+      self.compilation = None
     split = {}
     with timing('old_log_prob'):
       for name in self.states:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
 from stppo_jax.training import packing
 from stppo_jax.training.packing import Step
@@ -90,6 +91,34 @@ def to_device(
     step = Step(rows.astype(np.int32), places)
     steps.append(step)
   return batch, steps
+
+
+def shapes(
+    bins: Bins,
+    num_episodes: int,
+    group_size: int,
+    roles: Sequence[str] = (),
+    routed_model: decoder.ModelConfig | None = None,
+) -> tuple[types.TurnBatch, Step]:
+  """Returns the shapes of what `to_device` makes: the batch, and one step.
+
+  Each episode has one row, or one for each of the `roles`. For a mixture of experts `routed_model`
+  the batch has the experts of each token, to be replayed.
+  """
+  rows_per_episode = max(1, len(roles))
+  steps_per_epoch = num_episodes // bins.mini_batch
+  most_episodes = bins.mini_batch
+  if bins.whole_groups:
+    num_groups = num_episodes // group_size
+    groups_per_step = -(-num_groups // steps_per_epoch)
+    most_episodes = groups_per_step * group_size
+  rows_per_step = _rows_per_step(
+      bins.mini_batch * rows_per_episode, most_episodes * rows_per_episode
+  )
+  num_rows = rows_per_step * steps_per_epoch
+  length = bins.lengths[-1]
+  batch = batching.batch_shapes(num_rows, length, routed_model, roles, bins.marks_demonstrations)
+  return batch, packing.step_shapes(rows_per_step)
 
 
 def _rows_by_group(episodes, rows_by_episode):

@@ -155,6 +155,12 @@ def stack(steps: Sequence[Step]) -> Step:
   return jax.tree.map(join, *steps)
 
 
+def step_shapes(*axes: int) -> Step:
+  """Returns the shapes of a Step: axes are [b], or [steps,b] for stacked ones."""
+  whole: Any = jax.ShapeDtypeStruct(axes, np.int32)
+  return Step(whole, Packing(whole, whole, whole))
+
+
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
   """Counts the micro-batches that hold anything: a scalar."""
   is_used = packing.length > 0

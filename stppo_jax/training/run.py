@@ -282,6 +282,7 @@ def open_run(
     resources.enter_context(journal)
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
+    resources.enter_context(_compiling_ahead(parts, settings.updates - first))
     # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(has_ended.set)
     before_update = resources.enter_context(
@@ -298,6 +299,26 @@ def open_run(
         before_update=before_update,
         timing=timing_lib.Timing(),
     )
+
+
+@contextlib.contextmanager
+def _compiling_ahead(parts, num_updates):
+  """Context manager in which the update is compiled, while other things are done.
+
+  Choice: nothing is compiled ahead where the rows of a batch are not known. The episodes of an
+  agent program, and saved ones, have any number of them.
+  """
+  config = parts.config
+  learners = parts.learners
+  env = parts.agent.env
+  is_program = isinstance(env.make, program.Program)
+  if num_updates > 0 and not (is_program or config.rollout.replay):
+    learners.compile_ahead(config.train.episodes, config.rollout.group_size, env.roles)
+  try:
+    yield
+  finally:
+    if learners.compilation is not None:
+      learners.compilation.cancel()
 
 
 def _log_start(parts):

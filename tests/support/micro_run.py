@@ -92,6 +92,7 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
       actor_optimizer=optimizer,
       critic_optimizer=None,
       has_values=False,
+      routing_replay='none',
   )
   actor = {'mlp': {'up': {'kernel': jnp.linspace(0, 1, 64).reshape(1, 8, 8)}}}
   state = train_state.create_sharded(spec, actor, None, mesh)
@@ -114,7 +115,7 @@ class Agent(agent_lib.Agent):
 
   def __init__(self, slow_s):
     self.report, self.retriever = engine.Report(), None
-    self.env = types.SimpleNamespace(core_metrics=('em',), rows_per_episode=1)
+    self.env = types.SimpleNamespace(core_metrics=('em',), rows_per_episode=1, make=None, roles=())
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(
         compiled_variants=dict, copy=functools.partial(jax.tree.map, jnp.copy)
