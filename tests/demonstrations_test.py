@@ -530,7 +530,8 @@ class PlayTest(parameterized.TestCase):
     if variant == 'grao':
       values['algorithm__imitation'] = 0.0
     straight, resumed = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
-    loop.start(make_config(**values), straight)
+    with tiny_run.updates_compiled_ahead():
+      loop.start(make_config(**values), straight)
     loop.start(make_config(**values | dict(train__updates=1)), resumed)
     loop.start(make_config(**values), resumed)
     ours, theirs = map(numbers, (straight, resumed))

@@ -142,7 +142,8 @@ class RunTest(parameterized.TestCase):
     """The metrics of a run's updates."""
     workdir = os.path.join(self.folder, name)
     values = {'train.checkpoint_every': 0, 'eval.every': 0} | values
-    loop.start(self.make_config(**values), workdir)
+    with tiny_run.updates_compiled_ahead():
+      loop.start(self.make_config(**values), workdir)
     with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
       rows = [json.loads(line) for line in file]
     return [row for row in rows if 'actor/teacher_kl' in row]

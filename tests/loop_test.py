@@ -115,11 +115,14 @@ class LoopTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enterContext(tiny_run.on_one_device())
+    self.ahead = self.enterContext(tiny_run.updates_compiled_ahead())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_a_run_its_files_and_its_resumption(self):
     config = make_config()
     scores = loop.start(config, self.workdir, profile=1)
+    self.assertContainsSubset(self.ahead, ['annotate', 'update_step', 'with_advantages'])
+    self.assertLen(set(self.ahead), len(self.ahead))  # nothing twice
     rows = metrics_lib.read_metrics(self.workdir)
 
     with self.subTest('a trace of the second update, with its phases'):
@@ -507,7 +510,8 @@ class MeshTest(absltest.TestCase):
         }
     )
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
-      loop.start(config, many)
+      with tiny_run.updates_compiled_ahead():
+        loop.start(config, many)
       with tiny_run.on_one_device():
         loop.start(config, one)
       ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))

@@ -135,6 +135,29 @@ class DealTest(absltest.TestCase):
     batch, _ = minibatches.to_device(rows, bins, key)
     np.testing.assert_array_equal(batch.demonstrated, np.zeros(4))
 
+  def test_shapes_are_known_before(self):
+    for roles, whole_groups, mini_batch, marked in (
+        ((), False, 4, False),
+        (('a', 'b'), False, 4, True),
+        ((), True, 3, False),  # two steps of two groups and of one
+    ):
+      bins = minibatches.Bins(
+          mini_batch, 2, 2, (8,), 0, None, whole_groups=whole_groups, marks_demonstrations=marked
+      )
+      rows = []
+      for row in make_rows([1] * 6 if whole_groups else [1] * 8):
+        for role in roles or ('',):
+          number = row.number if roles else None
+          changes = dict(number=number, role=role, group=row.number // 2, whole_score=None)
+          rows.append(dataclasses.replace(row, **changes))
+      batch, steps = minibatches.to_device(rows, bins, jax.random.key(1))
+      num_episodes = len(rows) // max(1, len(roles))
+      expected = minibatches.shapes(bins, num_episodes, 2, roles)
+      for shapes, arrays in zip(expected, (batch, steps[0]), strict=True):
+        self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(arrays))
+        for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays)):
+          self.assertEqual((shape.shape, shape.dtype), (array.shape, array.dtype))
+
   def test_a_step_has_all_rows_of_its_episodes(self):
     segments = [1, 5, 1, 2, 1, 1, 3, 1]
     rows, batch, steps = self.deal(segments)

@@ -106,7 +106,8 @@ class RunTest(absltest.TestCase):
     self.enterContext(tiny_run.on_one_device())
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
-    loop.start(loop_test.make_config(**values), here)
+    with tiny_run.updates_compiled_ahead():
+      loop.start(loop_test.make_config(**values), here)
     loop.start(loop_test.make_config(**values, **{'train.updates': 1}), moved)
     config = loop_test.make_config(**values, **ON_HOST)
     learners = run_lib.setup(config).learners

@@ -446,7 +446,8 @@ class RunTest(parameterized.TestCase):
     return config
 
   def train(self, workdir, **values):
-    scores = loop.start(self.config(**values), workdir)
+    with tiny_run.updates_compiled_ahead():
+      scores = loop.start(self.config(**values), workdir)
     return scores, metrics_lib.read_metrics(workdir)
 
   def restored(self, config, workdir):

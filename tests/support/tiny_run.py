@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import numpy as np
 import tokenizers
 
 from stppo_jax import config as schema
+from stppo_jax.distributed import calls
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -25,6 +27,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as train_state
+from stppo_jax.training import update as update_lib
 from tests.support import tiny_tokenizer
 
 ACTIONS = (
@@ -41,6 +44,35 @@ def on_one_device() -> contextlib.AbstractContextManager:
   """Runs have the first of the simulated devices, as most users do, whatever their config says."""
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   return mock.patch.object(sharding, 'make_mesh', lambda *sizes: mesh)
+
+
+@contextlib.contextmanager
+def updates_compiled_ahead() -> Iterator[list[str]]:
+  """Context manager in which a function of an update that is compiled when it is called is an error.
+
+  Yields the names of the functions that are compiled ahead, each as often as it is compiled. A
+  function that an earlier run of this process has compiled is none of them.
+  """
+  functions = {f'Compiling jit({name})': name for name in update_lib.Functions._fields}
+  ahead = []
+  late = []
+
+  def note(record):
+    for start, name in functions.items():
+      if record.getMessage().startswith(start):
+        (ahead if record.threadName == calls.COMPILER else late).append(name)
+    return False
+
+  logger = logging.getLogger('jax._src.interpreters.pxla')
+  level = logger.level
+  logger.addFilter(note)
+  logger.setLevel(logging.DEBUG)
+  try:
+    yield ahead
+  finally:
+    logger.setLevel(level)
+    logger.removeFilter(note)
+  assert not late, f'compiled when it was called: {late}'
 
 
 @contextlib.contextmanager
