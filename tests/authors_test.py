@@ -85,7 +85,7 @@ class AuthorsTest(parameterized.TestCase):
     batch = self.make_batch(inputs, row)
     outputs = objectives.TokenOutputs(inputs['logp'], uniform=inputs.get('uniform'))
     result = objectives.cotangents(outputs, batch, row)
-    np.testing.assert_allclose(result.numbers['pg_loss'], loss, rtol=1e-7)
+    np.testing.assert_allclose(result.pg_loss, loss, rtol=1e-7)
     np.testing.assert_allclose(result.outputs.logp, d_logp, atol=1e-8)
 
   def test_sppo(self):

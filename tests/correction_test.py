@@ -606,12 +606,13 @@ class DivideTest(parameterized.TestCase):
   )
   def test_by_hand(self, order, divisor, entering, clip_norm, factor):
     g = {'a': jnp.array([3.0]), 'b': {'c': jnp.array([4.0])}}
-    got, undivided, by_step, norms = correction.divide(order, g, None, jnp.asarray(divisor), 1.0)
+    divided = correction.divide(order, g, None, jnp.asarray(divisor), 1.0)
+    got, undivided, by_step = divided[:3]
     np.testing.assert_allclose((got['a'][0], got['b']['c'][0]), entering, rtol=1e-6)
     np.testing.assert_allclose((undivided['a'][0], undivided['b']['c'][0]), (0.6, 0.8), rtol=1e-6)
-    np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
-    np.testing.assert_allclose(norms['entering'], np.hypot(*entering), rtol=1e-6)
-    np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
+    np.testing.assert_allclose(divided.norm_before_clip, clip_norm, rtol=1e-6)
+    np.testing.assert_allclose(divided.norm, np.hypot(*entering), rtol=1e-6)
+    np.testing.assert_allclose(divided.factor, factor, rtol=1e-6)
     self.assertEqual(by_step, divisor if order == 'step' else 1)
 
   @parameterized.parameters(
@@ -623,26 +624,28 @@ class DivideTest(parameterized.TestCase):
       ('step', (0.6, 0.8), 5.0, 1.0),
   )
   def test_a_shared_trunks_value_gradient_by_hand(self, order, entering, clip_norm, factor):
-    got, undivided, _, norms = correction.divide(
+    divided = correction.divide(
         order, jnp.array([3.0, 0.0]), jnp.array([0.0, 4.0]), jnp.asarray(3.0), 1.0
     )
-    np.testing.assert_allclose(got, entering, rtol=1e-6)
-    np.testing.assert_allclose(undivided, (0.6, 0.8), rtol=1e-6)
-    np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
-    np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
+    np.testing.assert_allclose(divided.gradient, entering, rtol=1e-6)
+    np.testing.assert_allclose(divided.undivided, (0.6, 0.8), rtol=1e-6)
+    np.testing.assert_allclose(divided.norm_before_clip, clip_norm, rtol=1e-6)
+    np.testing.assert_allclose(divided.factor, factor, rtol=1e-6)
 
   @parameterized.product(order=variant_lib.ORDERS, scale=(1.0, 0.1))
   def test_without_a_divisor_all_orders_are_one(self, order, scale):
     g, rest = scale * jnp.array([3.0, 0.0]), scale * jnp.array([0.0, 4.0])
-    got, undivided, _, norms = correction.divide(order, g, rest, jnp.ones(()), 1.0)
-    np.testing.assert_allclose(got, undivided, rtol=1e-6)
-    np.testing.assert_allclose(got, np.array([0.6, 0.8]) * min(1, 5 * scale), rtol=1e-6)
-    self.assertEqual(norms['factor'], 1)
+    divided = correction.divide(order, g, rest, jnp.ones(()), 1.0)
+    np.testing.assert_allclose(divided.gradient, divided.undivided, rtol=1e-6)
+    np.testing.assert_allclose(
+        divided.gradient, np.array([0.6, 0.8]) * min(1, 5 * scale), rtol=1e-6
+    )
+    self.assertEqual(divided.factor, 1)
 
   def test_nothing_to_divide_is_a_factor_of_one(self):
     for order in ('before_clip', 'after_clip'):
-      norms = correction.divide(order, jnp.zeros(2), None, jnp.asarray(3.0), 1.0)[-1]
-      self.assertEqual(norms['factor'], 1)
+      divided = correction.divide(order, jnp.zeros(2), None, jnp.asarray(3.0), 1.0)
+      self.assertEqual(divided.factor, 1)
 
   def test_an_unknown_order_is_refused(self):
     with self.assertRaisesRegex(ValueError, 'order .afterwards. is none of before_clip'):
@@ -665,9 +668,8 @@ class DivideTest(parameterized.TestCase):
     params = {'w': jnp.zeros(())}
     opt_state, steps, seen = optimizer.init(params), [], []
     for divisor in divisors:
-      got, undivided, by_step, _ = correction.divide(
-          order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0
-      )
+      divided = correction.divide(order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0)
+      got, undivided, by_step = divided[:3]
       before = params['w']
       params, opt_state, step_norm, factor = update.optimize(
           optimizer, got, params, opt_state, jnp.asarray(True), by_step, undivided

@@ -94,9 +94,9 @@ class PairTest(ObjectiveTest):
     expected[[1, 7]] = slope / 2
     expected[[3, 6]] = -slope / 2
     np.testing.assert_allclose(got.outputs.logp, -expected[:, None] * batch.action_mask, atol=1e-12)
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), -np.mean(value))
-    self.assertAlmostEqual(float(got.numbers['row_losses'].sum()), -np.mean(value))
-    self.assertFalse(got.numbers['clipped'].any())
+    self.assertAlmostEqual(float(got.pg_loss), -np.mean(value))
+    self.assertAlmostEqual(float(got.row_losses.sum()), -np.mean(value))
+    self.assertFalse(got.clipped.any())
 
   @parameterized.parameters('dpo', 'iterative_dpo')
   def test_dpo_by_hand(self, objective):
@@ -142,7 +142,7 @@ class PairTest(ObjectiveTest):
     for name in ('dpo', 'ipo', 'tdpo', 'p3o'):
       got = objectives.cotangents(outputs, batch, row(name))
       chex.assert_trees_all_equal(got.outputs, jax.tree.map(jnp.zeros_like, outputs))
-      self.assertEqual(got.numbers['pg_loss'], 0)
+      self.assertEqual(got.pg_loss, 0)
 
   @parameterized.parameters('dpo', 'ipo', 'tdpo', 'p3o')
   def test_an_episode_of_several_rows_counts_once(self, name):
@@ -157,7 +157,7 @@ class PairTest(ObjectiveTest):
     rows, row_outputs = jax.tree.map(cut, (batch, outputs))
     rows = rows.replace(action_mask=rows.action_mask * half, episode_ids=jnp.asarray(order))
     got = objectives.cotangents(row_outputs, rows, row(name))
-    np.testing.assert_allclose(got.numbers['pg_loss'], expected.numbers['pg_loss'], atol=1e-12)
+    np.testing.assert_allclose(got.pg_loss, expected.pg_loss, atol=1e-12)
     mask = np.asarray(rows.action_mask) > 0
     whole = np.asarray(expected.outputs.logp)[order]
     np.testing.assert_allclose(got.outputs.logp, np.where(mask, whole, 0), atol=1e-12)
@@ -188,7 +188,7 @@ class TdpoTest(ObjectiveTest):
     got = objectives.cotangents(outputs, batch, row('tdpo'))
     h = -0.6 - 0.5 * 1.75
     slope = 0.1 / (1 + np.exp(0.1 * h))
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), np.log(1 + np.exp(-0.1 * h)))
+    self.assertAlmostEqual(float(got.pg_loss), np.log(1 + np.exp(-0.1 * h)))
     mask = np.asarray(batch.action_mask)
     expected = -slope * mask * np.array([[0], [1], [-1]])
     np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
@@ -201,7 +201,7 @@ class TdpoTest(ObjectiveTest):
       got = objectives.cotangents(outputs, batch, variant)
       expected = objectives.cotangents(outputs, batch, row('dpo'))
       np.testing.assert_array_equal(got.outputs.logp, expected.outputs.logp)
-      np.testing.assert_array_equal(got.numbers['pg_loss'], expected.numbers['pg_loss'])
+      np.testing.assert_array_equal(got.pg_loss, expected.pg_loss)
 
 
 class P3oTest(ObjectiveTest):
@@ -240,17 +240,17 @@ class P3oTest(ObjectiveTest):
     """Scores 1 and 0, log w = half_gap and -half_gap, so that h is half_gap and w w' is 1."""
     batch, outputs = make_batch((half_gap, -half_gap), (1.0, 0.0), (0, 0))
     got = objectives.cotangents(outputs, batch, row('p3o'))
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), -min(half_gap, 0.2))
+    self.assertAlmostEqual(float(got.pg_loss), -min(half_gap, 0.2))
     slope = 0.0 if is_clipped else 0.5
     expected = -slope * np.array([[1], [-1]]) * batch.action_mask
     np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
-    clipped = np.asarray(got.numbers['clipped'])
+    clipped = np.asarray(got.clipped)
     np.testing.assert_array_equal(clipped, is_clipped & (np.asarray(batch.action_mask) > 0))
 
   def test_both_ratios_weigh_a_pair(self):
     batch, outputs = make_batch((0.3, 0.1), (1.0, 0.0), (0, 0))
     got = objectives.cotangents(outputs, batch, row('p3o'))
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), -np.exp(0.4) * 0.1)
+    self.assertAlmostEqual(float(got.pg_loss), -np.exp(0.4) * 0.1)
 
 
 class RoverTest(ObjectiveTest):
@@ -277,7 +277,7 @@ class RoverTest(ObjectiveTest):
     )
     got = objectives.cotangents(self.outputs, self.batch, row('rover', beta=2.0, alpha=0.5))
     errors = np.array([[0, 0.2 - 0.5 - 0.3, -0.5 + 0.1, 0, -0.4 - 0.5], [0, 0, 0.8 + 0.5, 0, 0]])
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), np.sum(errors**2) / 4)
+    self.assertAlmostEqual(float(got.pg_loss), np.sum(errors**2) / 4)
     np.testing.assert_allclose(got.outputs.logp, 2 * 2 * errors / 4, atol=1e-12)
     np.testing.assert_array_equal(got.outputs.uniform, 0)
 
@@ -294,7 +294,7 @@ class RoverTest(ObjectiveTest):
     weights = losses.aggregation_weights(self.batch.action_mask, 'token-mean')
     expected, _, parts = correction.cotangents(moved, self.batch, row('rover'), weights)
     np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
-    self.assertAlmostEqual(float(got.numbers['pg_loss']), float(parts['pg_loss']))
+    self.assertAlmostEqual(float(got.pg_loss), float(parts['pg_loss']))
 
 
 class VocabularyTest(parameterized.TestCase):

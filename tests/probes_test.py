@@ -28,11 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.toy import training as toy
 from stppo_jax.algorithms import filters
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
-from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
@@ -181,19 +180,16 @@ def _train(variant, probe, observations, chances):
 
 def _take_step(spec, state, batch, states):
   """Takes an optimizer step of the package with tables instead of models."""
-  no_bins = jnp.zeros(len(states), jnp.int32)
-  work = toy.Work(
-      spec,
-      state,
-      batch,
-      filters.weights(batch, spec.variant),
-      mesh=None,
-      frozen=train_state.Frozen(),
-      packing=packing.Packing(no_bins, no_bins, no_bins),
-      log_probs=lambda actor: _log_probs(actor, batch.tokens, states),
-      state_values=lambda critic: critic['table'][states],
-      extras=lambda actor: _over_actions(spec, actor, states),
-  )
+
+  def policy(actor, unused_layout):
+    logp, entropy = _log_probs(actor, batch.tokens, states)
+    return objectives.TokenOutputs(logp, entropy=entropy, **_over_actions(spec, actor, states))
+
+  def values(critic, unused_layout):
+    return critic['table'][states]
+
+  weights = filters.weights(batch, spec.variant)
+  work = update.StepInputs(spec, state, batch, weights, policy, values)
   return update.take_step(work)[0]
 
 

@@ -409,16 +409,21 @@ class UpdateTest(parameterized.TestCase):
     moments, rule = adam.init(params), spec.variant.divisor
     for _ in range(2):
       g, rest, c_norm = self.gradients(options, mesh, params, batch)
-      expected, undivided, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
+      divided = correction.divide(order, g, rest, c_norm, 0.5)
+      expected, undivided, by_step = divided[:3]
       params, moments, step_norm, factor = update.optimize(
           adam, expected, params, moments, jnp.asarray(True), by_step, undivided
       )
       state, metrics, _ = step(functions, spec, state, batch)
       self.assertEqual(rule, 'paper')
       np.testing.assert_allclose(metrics['stppo/divisor'], c_norm, rtol=1e-3)
-      np.testing.assert_allclose(metrics['actor/grad_norm'], norms['clip'], rtol=1e-3)
-      np.testing.assert_allclose(metrics['stppo/entering_norm'], norms['entering'], rtol=1e-3)
-      np.testing.assert_allclose(metrics['stppo/entering_factor'], norms['factor'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['actor/grad_norm'], divided.norm_before_clip, rtol=1e-3)
+      for name, expected_number in (
+          ('optimizer_grad_norm entering_norm', divided.norm),
+          ('grad_factor entering_factor', divided.factor),
+      ):
+        for either in name.split():  # the new name and the old one
+          np.testing.assert_allclose(metrics[f'stppo/{either}'], expected_number, rtol=1e-3)
       np.testing.assert_allclose(metrics['stppo/applied_factor'], factor, rtol=1e-3)
       np.testing.assert_allclose(metrics['stppo/step_norm'], step_norm, rtol=1e-3)
     chex.assert_trees_all_close(state.actor_opt[0].nu, moments[0].nu, rtol=1e-2, atol=1e-9)

@@ -14,7 +14,6 @@ Choice: seeds are computed in blocks of a fixed size, so that a seed's numbers d
 many others there are.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -32,7 +31,6 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import objectives
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
-from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
@@ -308,44 +306,6 @@ def _evaluate(chain, world, actor):
   return {'val-core/all/em': likeliest.all(axis=(1, 2)).mean(), 'toy/success': jnp.exp(logp).mean()}
 
 
-class _Rows:
-  """The layout of a mini-batch without bins: every row is computed where it is."""
-
-  def __init__(self, mask):
-    self.predicted = jnp.ones(mask.shape, bool)
-
-  def pack(self, x):
-    return x
-
-  def unpack(self, x):
-    return x
-
-
-@dataclasses.dataclass(frozen=True)
-class Work(update.StepInputs):
-  """An optimizer step of the small models."""
-
-  log_probs: Callable  # params -> (log-probs of the tokens, entropies), each [b,T]
-  state_values: Callable  # params -> values [b,T]
-  extras: Callable = lambda params: {}  # params -> further TokenOutputs {name: [b,T]}
-
-  def policy_vjp(self, layout):
-    def outputs(actor):
-      logp, entropy = self.log_probs(actor)
-      return objectives.TokenOutputs(logp, entropy=entropy, **self.extras(actor))
-
-    return jax.vjp(outputs, self.state.actor)
-
-  def values_vjp(self, layout):
-    return jax.vjp(self.state_values, self.state.critic)
-
-  def placed(self, grads):
-    return grads
-
-  def sum_micro_batches(self, function, packing):
-    return function(_Rows(self.weights.mask))
-
-
 def make_work(
     chain: task.Chain,
     spec: train_state.Spec,
@@ -353,24 +313,19 @@ def make_work(
     batch: TurnBatch,
     tokens: jax.Array,
     features: jax.Array,
-) -> Work:
+) -> update.StepInputs:
   """Returns the work of an optimizer step on tokens [b,K,S] with features [b,K,S,F]."""
 
-  def logp_and_entropy(actor):
+  def policy(actor, layout):
+    del layout
     scores = log_probs(actor, features)
     entropy = -jnp.sum(jnp.exp(scores) * scores, axis=-1)
-    return task.to_row(chain, _token_logp(scores, tokens)), task.to_row(chain, entropy)
+    logp = task.to_row(chain, _token_logp(scores, tokens))
+    return objectives.TokenOutputs(logp, entropy=task.to_row(chain, entropy))
 
-  values = lambda critic: task.to_row(chain, _perceptron(critic, features)[..., 0])
-  no_bins = jnp.zeros(len(tokens), jnp.int32)
-  return Work(
-      spec,
-      state,
-      batch,
-      filters.weights(batch, spec.variant),
-      mesh=None,  # type: ignore[arg-type]
-      frozen=train_state.Frozen(),
-      packing=packing.Packing(no_bins, no_bins, no_bins),
-      log_probs=logp_and_entropy,
-      state_values=values,
-  )
+  def values(critic, layout):
+    del layout
+    return task.to_row(chain, _perceptron(critic, features)[..., 0])
+
+  weights = filters.weights(batch, spec.variant)
+  return update.StepInputs(spec, state, batch, weights, policy, values)

@@ -23,9 +23,19 @@ from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
+class Cotangents(NamedTuple):
+  """The results of `cotangents`. Advantages and weights are constants."""
+
+  loss: jax.Array  # d(-J)/dlogp [B,T]
+  bias: jax.Array  # the cotangent of C [B,T]
+  # 'ratio' [B,T], 'clipped' [B,T] bool, 'pg_loss' -J, 'row_losses' [B] its terms by row, and
+  # 'clipped_objective' J_c.
+  parts: dict[str, jax.Array]
+
+
 def cotangents(
     logp: jax.Array, batch: TurnBatch, variant: Variant, weights: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> Cotangents:
   """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and parts.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
@@ -47,11 +57,6 @@ def cotangents(
     variant: its ratio, surrogate and clip are used.
     weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch. The default is the
       seq-mean-token-mean of this batch, the paper's 1/|y|.
-
-  Returns:
-    d(-J)/dlogp [B,T], the cotangent of C [B,T], and a dict of ratio [B,T], clipped [B,T] bool,
-    pg_loss = -J, its terms by row row_losses [B], and clipped_objective = J_c. Advantages and
-    weights are constants.
 
   Choice: tokens that `dual_clip` stops count as clipped, because C is all the gradient that
   clipping removed.
@@ -91,7 +96,7 @@ def cotangents(
       'row_losses': -objective.sum(axis=1),
       'clipped_objective': jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
   }
-  return loss_cotangent, bias_cotangent, aux
+  return Cotangents(loss_cotangent, bias_cotangent, aux)
 
 
 def advantages_in_min(batch: TurnBatch, variant: Variant) -> jax.Array:
@@ -126,9 +131,10 @@ class DividedGradient(NamedTuple):
   gradient: Any  # the gradient for the optimizer
   undivided: Any  # the gradient for the optimizer without the division
   step_divisor: jax.Array | float  # divides the optimizer's step
-  # 'clip' is the norm that the clip bounds. 'entering' is the norm of `gradient`. 'factor' is
-  # 'entering' divided by the norm of `undivided`. It is 1 with 'step', and where g + rest is 0.
-  norms: dict[str, jax.Array]
+  norm_before_clip: jax.Array  # [] the norm that the clip bounds
+  norm: jax.Array  # [] the norm of `gradient`
+  # [] `norm` divided by the norm of `undivided`; 1 with 'step', and where g + rest is 0.
+  factor: jax.Array
 
 
 def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -> DividedGradient:
@@ -159,28 +165,29 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
 
   step_divisor: jax.Array | float = 1.0
   if order == 'before_clip':
-    clip_norm = norm(quotient)
+    norm_before_clip = norm(quotient)
     gradient = clip(quotient, max_norm)
-    entering_norm = jnp.minimum(clip_norm, max_norm)
+    optimizer_norm = jnp.minimum(norm_before_clip, max_norm)
   elif order == 'after_clip':
-    clip_norm = whole_norm
+    norm_before_clip = whole_norm
     is_too_large = whole_norm > max_norm
     scale = jnp.where(is_too_large, max_norm / whole_norm, 1)
     gradient = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient)
-    entering_norm = norm(gradient)
+    optimizer_norm = norm(gradient)
   elif order == 'step':
-    clip_norm = whole_norm
+    norm_before_clip = whole_norm
     gradient = undivided
-    entering_norm = undivided_norm
+    optimizer_norm = undivided_norm
     step_divisor = divisor
   else:
     raise ValueError(f'order {order!r} is none of {", ".join(variant_lib.ORDERS)}')
 
   has_gradient = undivided_norm > 0
-  change = entering_norm / jnp.where(has_gradient, undivided_norm, 1)
+  change = optimizer_norm / jnp.where(has_gradient, undivided_norm, 1)
   factor = jnp.where(has_gradient, change, 1)
-  norms = {'clip': clip_norm, 'entering': entering_norm, 'factor': factor}
-  return DividedGradient(gradient, undivided, step_divisor, norms)
+  return DividedGradient(
+      gradient, undivided, step_divisor, norm_before_clip, optimizer_norm, factor
+  )
 
 
 def clip(tree: Any, max_norm: float) -> Any:

@@ -39,10 +39,11 @@ class RowCotangents(NamedTuple):
   """The derivatives of an objective J that compares rows, and its numbers per token."""
 
   outputs: TokenOutputs  # d(-J)/d outputs, [b,T]
-  # 'ratio' and 'clipped' [b,T]. 'row_losses' [b] are the terms of -J by row. 'pg_loss' is -J, and
-  # 'clipped_objective' is 0, because no clipping bias is computed. 'num_pairs' is the number of
-  # groups whose scores differ.
-  numbers: dict[str, jax.Array]
+  ratio: jax.Array  # [b,T] ratios of the tokens, to the policy before the update
+  clipped: jax.Array  # [b,T] bool
+  row_losses: jax.Array  # [b] the terms of -J by row
+  pg_loss: jax.Array  # [] -J
+  num_pairs: jax.Array  # [] groups whose scores differ
 
 
 def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> RowCotangents:
@@ -60,15 +61,14 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
   log_ratio = outputs.logp - batch.old_logp
   log_ratio = jnp.where(mask, log_ratio, 0)
   log_ratio = segments.bounded(log_ratio)
-  numbers = {
-      'ratio': jnp.exp(log_ratio),
-      'clipped': clipped & mask,
-      'row_losses': -row_values,
-      'pg_loss': loss,
-      'clipped_objective': jnp.zeros(()),
-      'num_pairs': best_and_worst(batch).is_counted.sum(),
-  }
-  return RowCotangents(d_outputs, numbers)
+  return RowCotangents(
+      outputs=d_outputs,
+      ratio=jnp.exp(log_ratio),
+      clipped=clipped & mask,
+      row_losses=-row_values,
+      pg_loss=loss,
+      num_pairs=best_and_worst(batch).is_counted.sum(),
+  )
 
 
 # --- The episodes of a step -----------------------------------------------------------------------

@@ -1,9 +1,14 @@
 """On-policy distillation: a teacher's log-probs of the sampled tokens as an advantage per token."""
 
+import dataclasses
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.algorithms import demonstrations
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import Estimator
 from stppo_jax.algorithms.variant import Variant
@@ -29,6 +34,17 @@ def token_advantages(
   chex.assert_equal_shape([teacher_logp, old_logp, action_mask])
   gap = segments.bounded(teacher_logp - old_logp)
   return jnp.where(action_mask > 0, gap, 0)
+
+
+def add_advantages(
+    spec: Any, state: Any, batch: TurnBatch
+) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
+  """Adds a teacher's advantages to those of the variant, a transform of `training.transforms`."""
+  sampled_mask = demonstrations.sampled_mask(batch)
+  gap = token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
+  metrics = {'actor/teacher_kl': -losses.aggregate(gap, sampled_mask, 'token-mean')}
+  with_teacher = batch.advantages + spec.teacher_coef * gap
+  return state, dataclasses.replace(batch, advantages=with_teacher), metrics
 
 
 def no_advantage(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:

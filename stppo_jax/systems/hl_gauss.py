@@ -6,6 +6,7 @@ Farebrother et al. (arXiv 2403.03950).
 """
 
 import itertools
+from typing import Any
 
 import chex
 import jax
@@ -16,6 +17,7 @@ import optax
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms.variant import ValueHead
 from stppo_jax.algorithms.variant import Variant
+from stppo_jax.types import TurnBatch
 
 SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
 # Returns should stay this many bins away from each end of the support: four standard deviations.
@@ -82,6 +84,14 @@ def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) 
   is_above = returns > high
   is_outside = is_below | is_above
   return losses.aggregate(is_outside, action_mask, 'token-mean')
+
+
+def measure_returns(
+    spec: Any, state: Any, batch: TurnBatch
+) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
+  """Measures the share of returns near an end of the bins, a transform of `training.transforms`."""
+  outside = outside_share(batch.returns, batch.action_mask, spec.variant)
+  return state, batch, {'critic/outside_bins': outside}
 
 
 def inner_support(variant: Variant) -> tuple[float, float]:

@@ -7,6 +7,7 @@ moments. The released script divides by the running deviation alone (`ppo_traine
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -54,6 +55,19 @@ class ScoreMoments(NamedTuple):
     mean = self.mean + gap * share
     squares = self.squares + within + between
     return ScoreMoments(num_scores, mean, squares)
+
+
+def normalise_scores(
+    spec: Any, state: Any, batch: TurnBatch
+) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
+  """Normalises the rewards of a batch, a transform of `training.transforms`."""
+  batch, moments = normalise(batch, state.score_moments, spec.variant)
+  state = dataclasses.replace(state, score_moments=moments)
+  metrics = {
+      'critic/score_moments/mean': moments.mean,
+      'critic/score_moments/deviation': moments.deviation,
+  }
+  return state, batch, metrics
 
 
 def normalise(

@@ -20,6 +20,7 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import Variant
+from stppo_jax.training import results
 from stppo_jax.training.state import Spec
 
 # A step is skipped if one of these is not finite.
@@ -31,7 +32,7 @@ _DECISIVE = (
     'stppo/grad_norm',
     'stppo/bias_norm',
     'stppo/divisor',
-    'stppo/entering_factor',
+    'stppo/grad_factor',
 )
 
 
@@ -141,64 +142,66 @@ def _explained_variance(batch, mask):
 
 
 def step_summary(
-    spec: Spec, batch: types.TurnBatch, weights: filters.LossWeights, tokens: dict[str, jax.Array]
+    spec: Spec, batch: types.TurnBatch, weights: filters.LossWeights, step: results.PolicyStep
 ) -> dict[str, jax.Array]:
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data.
 
   The losses of the roles (role/<name>/pg_loss) add up to that of all.
   """
-  metrics = _step_metrics(spec, batch, weights, tokens)
-  if 'num_pairs' in tokens:
-    metrics['stppo/pairs'] = tokens['num_pairs']
+  metrics = _step_metrics(spec, batch, weights, step)
+  if step.sums.num_pairs is not None:
+    metrics['stppo/pairs'] = step.sums.num_pairs
   if weights.imitation is not None:
     has_demonstrations = weights.imitation.any()
-    imitation_loss = jnp.where(has_demonstrations, tokens['imitation_loss'], jnp.nan)
+    imitation_loss = jnp.where(has_demonstrations, step.sums.imitation_loss, jnp.nan)
     metrics['actor/imitation_loss'] = imitation_loss
   for role, rows in _by_role(batch):
     is_role = rows.action_mask.any(axis=1)
-    pg_loss = jnp.sum(tokens['row_losses'] * is_role)
-    role_tokens = tokens | {'pg_loss': pg_loss}
-    metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_tokens))
+    pg_loss = jnp.sum(step.sums.row_losses * is_role)
+    role_sums = step.sums._replace(pg_loss=pg_loss)
+    role_step = step._replace(sums=role_sums)
+    metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_step))
   return metrics
 
 
-def _step_metrics(spec, batch, weights, tokens):
+def _step_metrics(spec, batch, weights, step):
   """Returns the metrics of a step, over the agent tokens of the batch.
 
   Clip fractions and `ppo_kl` are over the tokens that the policy's loss counts, as in verl.
   """
+  tokens = step.tokens
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask
-  log_ratio = (tokens['logp'] - batch.old_logp) * mask
+  log_ratio = (tokens.logp - batch.old_logp) * mask
   log_ratio = segments.bounded(log_ratio)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
   is_too_far = _is_too_far(spec.variant, batch, tokens)
   metrics = {
-      'actor/pg_loss': tokens['pg_loss'],
-      'actor/pg_clipfrac': _mean(tokens['clipped'] & ~is_too_far, counted),
+      'actor/pg_loss': step.sums.pg_loss,
+      'actor/pg_clipfrac': _mean(tokens.clipped & ~is_too_far, counted),
       'actor/pg_clipfrac_lower': _mean(is_too_far, counted),
       'actor/ppo_kl': _mean(-log_ratio, counted),
-      'actor/entropy': _mean(tokens['entropy'], mask),
-      'stppo/ess_share': off_policy.effective_share(tokens['logp'], sampled, mask),
+      'actor/entropy': _mean(tokens.entropy, mask),
+      'stppo/ess_share': off_policy.effective_share(tokens.logp, sampled, mask),
   }
-  if 'kl' in tokens:
-    metrics['actor/kl_loss'] = jnp.sum(tokens['kl'] * weights.token)
-    metrics['stppo/ref_kl'] = _mean(tokens['kl'], mask)
+  if tokens.kl is not None:
+    metrics['actor/kl_loss'] = jnp.sum(tokens.kl * weights.token)
+    metrics['stppo/ref_kl'] = _mean(tokens.kl, mask)
   for level in segments.LEVELS:
     ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
     ratio = segments.importance_ratio(
-        tokens['logp'], batch.old_logp, batch.action_mask, ids, num_segments
+        tokens.logp, batch.old_logp, batch.action_mask, ids, num_segments
     )
     variance = _variance(ratio, mask)
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(variance)
   is_positive = batch.advantages >= 0
   for turn in range(1, spec.num_logged_turns + 1):
     in_turn = (batch.turn_ids == turn) & (counted > 0)
-    clipped = tokens['clipped']
+    clipped = tokens.clipped
     metrics[f'stppo/clipfrac_turn{turn}_pos'] = _mean(clipped, in_turn & is_positive)
     metrics[f'stppo/clipfrac_turn{turn}_neg'] = _mean(clipped, in_turn & ~is_positive)
   if spec.has_values:
-    metrics |= _value_metrics(spec.variant, batch, mask, tokens)
+    metrics |= _value_metrics(spec.variant, batch, mask, step.values)
   return metrics
 
 
@@ -210,8 +213,8 @@ def is_finite(metrics: Mapping[str, jax.Array]) -> jax.Array:
 
 def _value_metrics(variant, batch, mask, tokens):
   """Returns the metrics of the critic in a step."""
-  values = tokens['values']
-  loss = tokens['value_loss']
+  values = tokens.values
+  loss = tokens.loss
   metrics = {'critic/vf_loss': _mean(loss, mask), 'critic/vpred_mean': _mean(values, mask)}
   if variant.value_clip:
     unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)
@@ -222,10 +225,10 @@ def _value_metrics(variant, batch, mask, tokens):
 def _is_too_far(variant, batch, tokens):
   """Returns which tokens [B,T] the dual clip stopped."""
   if not variant.dual_clip:
-    return jnp.zeros_like(tokens['clipped'])
+    return jnp.zeros_like(tokens.clipped)
   is_negative = correction.advantages_in_min(batch, variant) < 0
-  is_above = tokens['ratio'] > variant.dual_clip
-  return tokens['clipped'] & is_negative & is_above
+  is_above = tokens.ratio > variant.dual_clip
+  return tokens.clipped & is_negative & is_above
 
 
 # --- Roles ----------------------------------------------------------------------------------------

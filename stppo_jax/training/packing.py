@@ -87,6 +87,21 @@ class Layout:
     return _where(self.owned, by_token)
 
 
+class RowLayout:
+  """The layout of rows [B,T] that are computed as they are, without bins: see `Layout`."""
+
+  def __init__(self, shape: tuple[int, ...]):
+    self.predicted = jnp.ones(shape, bool)
+
+  def pack(self, x: jax.Array) -> jax.Array:
+    """Returns x."""
+    return x
+
+  def unpack(self, y: jax.Array) -> jax.Array:
+    """Returns y."""
+    return y
+
+
 def num_tokens(steps: Sequence[Step]) -> int:
   """Counts the tokens of the rows of these steps."""
   lengths = [step.packing.length for step in steps]

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stppo_jax.algorithms import advantages
+from stppo_jax import plugins
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import filters
@@ -39,6 +39,8 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
+from stppo_jax.training import results
+from stppo_jax.training import transforms
 from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Spec
 from stppo_jax.training.state import TrainState
@@ -137,69 +139,74 @@ def annotate(
 
   With routing replay the batch also gets `routes` [B,T,L,A], the experts that the actor uses in all
   steps of the update. Reference and critic choose their own experts.
-
-  `one_step` computes the columns of a step's rows [b,T], and calls `one_micro_batch` for its bins.
-  `in_order` then returns the rows of all steps to their places in the batch [B,T].
   """
   variant = spec.variant
-  frozen = sharding.to_device(frozen)
-  actor = frozen.policy(state.actor)
-  reference = frozen.reference_policy()
-  critic = None
-  if state.critic is not None:
-    critic = frozen.value_model(state.critic)
-    critic = sharding.to_device(critic)
-  sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
-  if spec.routing_replay == 'sampling' and sampled_routes is None:
+  sampled_routes = _sampled_routes(spec, batch)
+  columns, own_routes, load = _model_columns(spec, state, frozen, batch, steps, sampled_routes)
+  logp = columns['old_logp']
+  batch = demonstrations.split(batch, logp, variant)
+  assert batch.behaviour_logp is not None
+  sampled_mask = demonstrations.sampled_mask(batch)
+  metrics = diagnostics.sampler_gap(
+      logp, batch.behaviour_logp, sampled_mask, batch.turn_ids, variant
+  )
+  if load is not None:
+    from stppo_jax.models import moe
+
+    is_replay = sampled_routes is not None
+    metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
+  routes = sampled_routes if own_routes is None else own_routes
+  if variant.old_logp == 'sampler':
+    columns['old_logp'] = batch.behaviour_logp
+
+  def keep_agent_tokens(x):
+    return x * batch.action_mask
+
+  columns = jax.tree.map(keep_agent_tokens, columns)
+  return dataclasses.replace(batch, routes=routes, **columns), metrics
+
+
+def _sampled_routes(spec, batch):
+  """Returns the experts [B,T,L,A] that the sampler chose, if they are replayed; else None."""
+  if spec.routing_replay != 'sampling':
+    return None
+  if batch.routes is None:
     raise UserError(
         "config.rollout.routing_replay='sampling': the batch was saved without the experts that "
         "the sampler chose: set it to 'old_policy' or 'none'"
     )
+  return batch.routes
+
+
+def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
+  """Runs all models on a batch: (columns of the batch {name: [B,T]}, routes [B,T,..], load).
+
+  `routes` are the experts that the policy chose, and `load` is how often it chose each one. Both
+  are None where they are not recorded. `one_step` computes the rows of a step, [b,T].
+  """
+  frozen = sharding.to_device(frozen)
+  actor = frozen.policy(state.actor)
+  critic = None
+  if state.critic is not None:
+    critic = frozen.value_model(state.critic)
+    critic = sharding.to_device(critic)
 
   def one_step(step):
     def take_rows(x):
       return x[step.rows]
 
     tokens = take_rows(batch.tokens)
-    num_tokens = tokens.shape[1]
     routes = jax.tree.map(take_rows, sampled_routes)
 
     def one_micro_batch(layout):
-      outputs, routing = _policy(spec, actor, tokens, layout, routes)
-      bins = {}
-      bins['old_logp'] = outputs.logp
-      bins['ref_logp'] = outputs.logp
-      bins['old_uniform'] = outputs.uniform
-      if variant.needs_reference:
-        ref_logp = _logp(spec, spec.actor, reference, tokens, layout)
-        bins['ref_logp'] = ref_logp
-      if spec.teacher is not None:
-        model = spec.teacher
-        teacher_logp = _logp(spec, model, frozen.teacher, tokens, layout)
-        bins['teacher_logp'] = teacher_logp
-      if spec.has_values:
-        value_outputs = outputs.value_outputs
-        if critic is not None:
-          value_outputs = _critic(spec, critic, tokens, layout)
-        bins['old_values'] = variant.value_head.values(value_outputs, variant)
-      columns = jax.tree.map(layout.unpack, bins)
-      if routing is None:
-        return columns, None, None
-      from stppo_jax.models import moe
+      return _bin_columns(spec, actor, critic, frozen, tokens, layout, routes)
 
-      num_experts = spec.actor.num_experts
-      load = moe.routing_sums(routing, layout.live, num_experts)
-      own_routes = None
-      if spec.routing_replay == 'old_policy':
-        own_routes = moe.recorded_routes(routing, num_experts)
-        own_routes = layout.unpack_all(own_routes)
-      return columns, own_routes, load
-
+    num_tokens = tokens.shape[1]
     return packing_lib.sum_over(
         one_micro_batch, step.packing, spec.micro_batch, spec.lengths, num_tokens
     )
 
-  def in_order(x):  # [steps,b,T,..] -> [B,T,..]
+  def in_order(x):  # [steps,b,T,..] -> [B,T,..], the rows at their places in the batch
     rows = steps.rows.reshape(-1)
     row_shape = x.shape[2:]
     values = x.reshape(-1, *row_shape)
@@ -212,30 +219,41 @@ def annotate(
 
   columns, own_routes, load = jax.lax.map(one_step, steps)
   columns = jax.tree.map(in_order, columns)
-  logp = columns['old_logp']
-  batch = demonstrations.split(batch, logp, variant)
-  assert batch.behaviour_logp is not None
-  sampled_mask = demonstrations.sampled_mask(batch)
-  metrics = diagnostics.sampler_gap(
-      logp, batch.behaviour_logp, sampled_mask, batch.turn_ids, variant
-  )
-  if load is not None:
-    from stppo_jax.models import moe
+  own_routes = jax.tree.map(in_order, own_routes)
+  load = jax.tree.map(sum_of_steps, load)
+  return columns, own_routes, load
 
-    load = jax.tree.map(sum_of_steps, load)
-    is_replay = sampled_routes is not None
-    metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
-  routes = sampled_routes
-  if own_routes is not None:
-    routes = in_order(own_routes)
-  if variant.old_logp == 'sampler':
-    columns['old_logp'] = batch.behaviour_logp
 
-  def keep_agent_tokens(x):
-    return x * batch.action_mask
+def _bin_columns(spec, actor, critic, frozen, tokens, layout, routes):
+  """Runs all models on the bins of a micro-batch; returns what `_model_columns` does, in [b,T]."""
+  variant = spec.variant
+  outputs, routing = _policy(spec, actor, tokens, layout, routes)
+  bins = {}
+  bins['old_logp'] = outputs.logp
+  bins['ref_logp'] = outputs.logp
+  bins['old_uniform'] = outputs.uniform
+  if variant.needs_reference:
+    reference = frozen.reference_policy()
+    bins['ref_logp'] = _logp(spec, spec.actor, reference, tokens, layout)
+  if spec.teacher is not None:
+    bins['teacher_logp'] = _logp(spec, spec.teacher, frozen.teacher, tokens, layout)
+  if spec.has_values:
+    value_outputs = outputs.value_outputs
+    if critic is not None:
+      value_outputs = _critic(spec, critic, tokens, layout)
+    bins['old_values'] = variant.value_head.values(value_outputs, variant)
+  columns = jax.tree.map(layout.unpack, bins)
+  if routing is None:
+    return columns, None, None
+  from stppo_jax.models import moe
 
-  columns = jax.tree.map(keep_agent_tokens, columns)
-  return dataclasses.replace(batch, routes=routes, **columns), metrics
+  num_experts = spec.actor.num_experts
+  load = moe.routing_sums(routing, layout.live, num_experts)
+  own_routes = None
+  if spec.routing_replay == 'old_policy':
+    own_routes = moe.recorded_routes(routing, num_experts)
+    own_routes = layout.unpack_all(own_routes)
+  return columns, own_routes, load
 
 
 def with_advantages(
@@ -243,60 +261,14 @@ def with_advantages(
 ) -> tuple[TrainState, TurnBatch, Metrics]:
   """Fills in advantages and returns, and the masks, weights and labels of the policy's loss.
 
-  The order is: score normalisation, the KL penalty and its adaptive coefficient, labels of a custom
-  ratio, the variant's advantages, those of a teacher, and at last filters.
+  Runs the transforms of a batch that the run needs, one after the other: see transforms.py.
   """
-  variant = spec.variant
-  mask = batch.action_mask
   metrics = {}
-  if state.score_moments is not None:
-    from stppo_jax.systems import ppo_max
-
-    batch, moments = ppo_max.normalise(batch, state.score_moments, variant)
-    state = dataclasses.replace(state, score_moments=moments)
-    metrics['critic/score_moments/mean'] = moments.mean
-    metrics['critic/score_moments/deviation'] = moments.deviation
-  if variant.kl_in != 'none':
-    kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
-    kl *= mask
-    episode_ids = batch.episode_ids
-    # Over sequences, as in verl.
-    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=episode_ids)
-    if variant.kl_in == 'reward':
-      metrics['actor/reward_kl_penalty'] = mean_kl
-      metrics['actor/reward_kl_penalty_coeff'] = state.kl_coef
-      rewards = batch.rewards - state.kl_coef * kl
-      batch = dataclasses.replace(batch, rewards=rewards)
-    if variant.kl_target:
-      num_episodes = losses.first_rows(mask, episode_ids).sum()
-      kl_coef = losses.adaptive_kl(
-          state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, num_episodes
-      )
-      state = dataclasses.replace(state, kl_coef=kl_coef)
-    if variant.kl_in == 'loss':
-      metrics['actor/kl_coef'] = state.kl_coef  # used by the next steps
-  if callable(variant.ratio):
-    labels = variant.ratio(batch, variant)
-    batch = dataclasses.replace(batch, labels=labels)
-  batch = advantages.estimate(batch, variant)
-  if batch.teacher_logp is not None:
-    from stppo_jax.systems import distillation
-
-    sampled_mask = demonstrations.sampled_mask(batch)
-    gap = distillation.token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
-    metrics['actor/teacher_kl'] = -losses.aggregate(gap, sampled_mask, 'token-mean')
-    with_teacher = batch.advantages + spec.teacher_coef * gap
-    batch = dataclasses.replace(batch, advantages=with_teacher)
-  batch = filters.apply(batch, variant)
-  if spec.has_values and variant.value_loss == 'hl_gauss':
-    from stppo_jax.systems import hl_gauss
-
-    outside = hl_gauss.outside_share(batch.returns, mask, variant)
-    metrics['critic/outside_bins'] = outside
-  if batch.loss_mask is not None:
-    num_tokens = jnp.maximum(mask.sum(), 1)
-    counted = batch.loss_mask.sum() / num_tokens
-    metrics['stppo/dropped_tokens'] = 1 - counted
+  for is_needed, transform in transforms.TRANSFORMS:
+    if is_needed(spec, state, batch):
+      function = plugins.resolve(transform) if isinstance(transform, str) else transform
+      state, batch, own_metrics = function(spec, state, batch)
+      metrics |= own_metrics
   metrics |= diagnostics.batch_summary(batch, spec.has_values)
   return state, batch, metrics
 
@@ -326,71 +298,63 @@ def update_step(
     return x[step.rows]
 
   batch = jax.tree.map(take_rows, batch)
+  reference = None
+  if 'reference_kl' in spec.variant.needs:
+    reference = frozen.reference_policy()
+
+  def policy(actor, layout):
+    params = frozen.policy(actor)
+    tokens = batch.tokens
+    outputs, _ = _policy(spec, params, tokens, layout, batch.routes, reference)
+    return outputs
+
+  def values(critic, layout):
+    params = frozen.value_model(critic)
+    return _critic(spec, params, batch.tokens, layout)
+
   inputs = StepInputs(
       spec=spec,
       state=state,
       batch=batch,
       weights=filters.weights(batch, spec.variant),
-      mesh=mesh,
-      frozen=frozen,
+      policy=policy,
+      values=values,
       packing=step.packing,
+      mesh=mesh,
   )
   return take_step(inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-  """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights.
-
-  A subclass may have other models. The toy task has small ones, without bins.
-  """
+  """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights."""
 
   spec: Spec
   state: TrainState
   batch: TurnBatch  # the rows of this step
   weights: filters.LossWeights  # weights of its tokens [b,T] in the sums
-  mesh: jax.sharding.Mesh
-  frozen: Frozen
-  packing: packing_lib.Packing
+  policy: Callable  # (state.actor, Layout) -> TokenOutputs [R,P]
+  values: Callable  # (state.critic, Layout) -> outputs of the separate critic [R,P,..]
+  # The bins of the rows. None: the models compute the rows [b,T] as they are, all at once.
+  packing: packing_lib.Packing | None = None
+  mesh: jax.sharding.Mesh | None = None  # where gradients are kept; None: wherever they are
 
-  def policy_vjp(self, layout: packing_lib.Layout) -> tuple[objectives.TokenOutputs, Callable]:
-    """Returns the policy's outputs [R,P], and the function that pulls cotangents back."""
-    batch = self.batch
-    reference = None
-    if 'reference_kl' in self.spec.variant.needs:
-      reference = self.frozen.reference_policy()
-
-    def outputs(actor):
-      params = self.frozen.policy(actor)
-      tokens = batch.tokens
-      routes = batch.routes
-      per_token, _ = _policy(self.spec, params, tokens, layout, routes, reference)
-      return per_token
-
-    return jax.vjp(outputs, self.state.actor)
-
-  def values_vjp(self, layout: packing_lib.Layout) -> tuple[jax.Array, Callable]:
-    """Returns the critic's outputs [R,P,..], and the function that pulls cotangents back."""
-
-    def outputs(critic):
-      params = self.frozen.value_model(critic)
-      tokens = self.batch.tokens
-      return _critic(self.spec, params, tokens, layout)
-
-    return jax.vjp(outputs, self.state.critic)
-
-  def placed(self, grads: dict) -> dict:
+  def placed(self, grads: Any) -> Any:
     """Keeps gradients where their parameters are. Otherwise XLA replicates the larger ones."""
+    if self.mesh is None:
+      return grads
     places = sharding.tree_shardings(grads, self.mesh)
     return jax.lax.with_sharding_constraint(grads, places)
 
-  def sum_micro_batches(self, function: Callable, packing: packing_lib.Packing) -> Any:
+  def sum_micro_batches(self, function: Callable, packing: packing_lib.Packing | None) -> Any:
     """Returns the sum of function(layout) over all micro-batches.
 
     The sum also joins arrays [b,T] of the micro-batches. Each token belongs to one micro-batch, and
     the array of another one is 0 there.
     """
     spec = self.spec
+    if packing is None:
+      return function(packing_lib.RowLayout(self.batch.tokens.shape))
     num_bins = spec.micro_batch
     num_tokens = self.batch.tokens.shape[1]
     return packing_lib.sum_over(function, packing, num_bins, spec.lengths, num_tokens)
@@ -418,29 +382,26 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   row_cotangents = None
   if spec.variant.compares_rows:
     row_cotangents = _compare_rows(inputs)
-  grads, tokens = _sum_gradients(inputs, row_cotangents)
-  bias = None  # C, a tree with the shapes of the actor; tokens['bias'] is its cotangent [b,T]
+  step = _sum_gradients(inputs, row_cotangents)
+  bias = None  # C, a tree with the shapes of the actor
   if spec.variant.measures_bias:
-    bias = _sum_bias(inputs, tokens['bias'])
-  batch = inputs.batch
-  metrics = diagnostics.step_summary(spec, batch, inputs.weights, tokens)
-  divided, division_metrics = _divide(inputs, grads, bias, tokens)
+    bias = _sum_bias(inputs, step.tokens.bias)
+  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, step)
+  divided, division_metrics = _divide(inputs, step, bias)
   metrics |= division_metrics
   step_scale: jax.Array | float = 1.0
   if spec.variant.step_scale != 'none':
     step_scale = jnp.sqrt(metrics['stppo/ess_share'])  # VCPO's rule for Adam
     metrics['stppo/step_scale'] = step_scale
   if spec.has_values:
-    metrics['critic/grad_norm'] = correction.norm(grads['value'])
+    metrics['critic/grad_norm'] = correction.norm(step.critic)
   is_finite = diagnostics.is_finite(metrics)
   # A clipped token has no gradient, and still tells how far the policy is to go.
-  is_clipped = tokens['clipped'] & (inputs.weights.policy != 0)
-  has_signal = (tokens['num_signals'] > 0) | is_clipped.any()
-  state, applied_metrics = _apply(inputs, divided, grads, is_finite, has_signal, step_scale)
+  is_clipped = step.tokens.clipped & (inputs.weights.policy != 0)
+  has_signal = (step.sums.num_signals > 0) | is_clipped.any()
+  state, applied_metrics = _apply(inputs, divided, step.critic, is_finite, has_signal, step_scale)
   metrics |= applied_metrics
-  logged_tokens = {}
-  logged_tokens['ratio'] = tokens['ratio']
-  logged_tokens['clipped'] = tokens['clipped']
+  logged_tokens = {'ratio': step.tokens.ratio, 'clipped': step.tokens.clipped}
   return state, metrics, logged_tokens
 
 
@@ -448,7 +409,7 @@ def _compare_rows(inputs):
   """Returns the RowCotangents of the step, from a forward pass of all bins."""
 
   def one_micro_batch(layout):
-    outputs, _ = inputs.policy_vjp(layout)
+    outputs, _ = _policy_vjp(inputs, layout)
     read = outputs._replace(entropy=None, value_outputs=None)
     return jax.tree.map(layout.unpack, read)
 
@@ -457,99 +418,127 @@ def _compare_rows(inputs):
   return objectives.cotangents(outputs, inputs.batch, variant)
 
 
-def _sum_gradients(inputs, row_cotangents=None):
+def _policy_vjp(inputs, layout):
+  """Returns the policy's outputs [R,P], and the function that pulls cotangents back."""
+
+  def outputs(actor):
+    return inputs.policy(actor, layout)
+
+  return jax.vjp(outputs, inputs.state.actor)
+
+
+def _sum_gradients(inputs, row_cotangents):
   """Sums the gradients of the losses over micro-batches, and joins their numbers per token.
 
-  Returns two dicts. The first has g as 'actor' and the critic's gradient as 'value'. The second has
-  numbers per token [b,T], and the sums pg_loss, row_losses [b] and clipped_objective. Without
-  `row_cotangents` the tokens have 'bias', the cotangent of C.
+  Returns a PolicyStep. `row_cotangents` are those of an objective that compares rows; else None.
   """
   spec = inputs.spec
 
   def one_micro_batch(layout):
-    outputs, pull = inputs.policy_vjp(layout)
+    outputs, pull = _policy_vjp(inputs, layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
-    tokens = {}
-    tokens['logp'] = layout.unpack(outputs.logp)
-    tokens['entropy'] = layout.unpack(outputs.entropy)
-    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, row_cotangents)
-    sums['num_signals'] = sum(jnp.sum(x != 0) for x in d_tokens.values())
-    d_outputs = jax.tree.map(layout.pack, d_tokens)
-    grads = {}
-    d_outputs = zeros._replace(**d_outputs)
-    (grads['actor'],) = pull(d_outputs)
-    if spec.has_values:
-      value_outputs = outputs.value_outputs
-      if spec.critic is not None:
-        value_outputs, pull_values = inputs.values_vjp(layout)
-      values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
-      tokens['values'] = layout.unpack(values)
-      tokens['value_loss'] = layout.unpack(value_loss)
-      if spec.critic is not None:
-        (grads['value'],) = pull_values(d_values)
-      else:
-        d_values = spec.variant.value_coef * d_values
-        d_outputs = zeros._replace(value_outputs=d_values)
-        (grads['value'],) = pull(d_outputs)
-    return inputs.placed(grads), tokens, sums
+    d_tokens, tokens, sums = _policy_cotangents(inputs, layout, outputs, row_cotangents)
+    d_outputs = _filled(jax.tree.map(layout.pack, d_tokens), zeros)
+    (actor_grad,) = pull(d_outputs)
+    critic_grad = None
+    value_tokens = None
+    if spec.critic is not None:
+      value_outputs, pull_values = _values_vjp(inputs, layout)
+      value_tokens, d_values = _value_loss(inputs, layout, value_outputs)
+      (critic_grad,) = pull_values(d_values)
+    elif spec.shared_trunk:
+      value_tokens, d_values = _value_loss(inputs, layout, outputs.value_outputs)
+      d_values = spec.variant.value_coef * d_values
+      d_outputs = zeros._replace(value_outputs=d_values)
+      (critic_grad,) = pull(d_outputs)
+    grads = inputs.placed({'actor': actor_grad, 'value': critic_grad})
+    return results.PolicyStep(grads['actor'], grads['value'], tokens, sums, value_tokens)
 
-  grads, tokens, sums = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
+  step = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
+  tokens = step.tokens
   if row_cotangents is not None:
-    return grads, tokens | sums | row_cotangents.numbers
+    tokens = tokens._replace(ratio=row_cotangents.ratio, clipped=row_cotangents.clipped)
+    sums = step.sums._replace(
+        pg_loss=row_cotangents.pg_loss,
+        row_losses=row_cotangents.row_losses,
+        clipped_objective=jnp.zeros(()),  # such an objective has no C
+        num_pairs=row_cotangents.num_pairs,
+    )
+    return step._replace(tokens=tokens, sums=sums)
   is_counted = inputs.weights.mask > 0
-  ratio = tokens['ratio']
-  tokens['ratio'] = jnp.where(is_counted, ratio, 1)
-  tokens['clipped'] = tokens['clipped'] > 0  # the sum has made numbers of the booleans
-  return grads, tokens | sums
+  ratio = jnp.where(is_counted, tokens.ratio, 1)
+  # Summing over micro-batches turned booleans into numbers.
+  clipped = tokens.clipped > 0
+  return step._replace(tokens=tokens._replace(ratio=ratio, clipped=clipped))
 
 
-def _policy_cotangents(inputs, layout, tokens, row_cotangents):
-  """Returns the policy loss's cotangents {output: [b,T]} of a micro-batch, and sums of losses.
+def _values_vjp(inputs, layout):
+  """Returns the critic's outputs [R,P,..], and the function that pulls cotangents back."""
 
-  Adds numbers per token [b,T] to the dict `tokens`, which has 'logp' and 'entropy'. These are 'kl',
-  and without `row_cotangents` also 'ratio', 'clipped' and C's cotangent 'bias'. Outside of the
-  micro-batch they are 0.
+  def outputs(critic):
+    return inputs.values(critic, layout)
+
+  return jax.vjp(outputs, inputs.state.critic)
+
+
+def _filled(outputs, others):
+  """Returns TokenOutputs, with the fields of `others` where they are None."""
+  given = {name: x for name, x in outputs._asdict().items() if x is not None}
+  return others._replace(**given)
+
+
+def _policy_cotangents(inputs, layout, outputs, row_cotangents):
+  """Returns the cotangents of the policy's loss in a micro-batch, and its numbers.
+
+  These are TokenOutputs [b,T] with the cotangents, PolicyTokens and PolicySums. Outside of the
+  micro-batch all are 0.
   """
   variant = inputs.spec.variant
   is_here = layout.predicted.astype(jnp.float32)  # 1 for the tokens of this micro-batch
   action_mask = inputs.weights.mask * is_here
   batch = dataclasses.replace(inputs.batch, action_mask=action_mask)
   weights = inputs.weights.token * is_here
-  sums = {}
-  cotangents = {}
+  logp = layout.unpack(outputs.logp)
+  entropy = layout.unpack(outputs.entropy)
+  tokens = results.PolicyTokens(logp, entropy)
+  sums = results.PolicySums(jnp.zeros(()))
+  d_reference_kl = None
   if row_cotangents is None:
     policy_weights = inputs.weights.policy * is_here
-    d_logp, d_bias, parts = correction.cotangents(
-        tokens['logp'], batch, variant, weights=policy_weights
+    d_logp, d_bias, parts = correction.cotangents(logp, batch, variant, weights=policy_weights)
+    tokens = tokens._replace(
+        bias=d_bias, ratio=parts['ratio'] * is_here, clipped=parts['clipped'] * is_here
     )
-    tokens['bias'] = d_bias
-    tokens['ratio'] = parts['ratio'] * is_here
-    tokens['clipped'] = parts['clipped'] * is_here
-    for name in ('pg_loss', 'row_losses', 'clipped_objective'):
-      sums[name] = parts[name]
+    sums = sums._replace(
+        pg_loss=parts['pg_loss'],
+        row_losses=parts['row_losses'],
+        clipped_objective=parts['clipped_objective'],
+    )
   else:
     d_logp = row_cotangents.outputs.logp * is_here
     if row_cotangents.outputs.reference_kl is not None:
-      cotangents['reference_kl'] = row_cotangents.outputs.reference_kl * is_here
+      d_reference_kl = row_cotangents.outputs.reference_kl * is_here
   if variant.kl_in == 'loss':
     sampler_logp = None
     if variant.kl_ratio:
       sampler_logp = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
-    kl, d_kl = losses.kl_penalty(tokens['logp'], batch.ref_logp, variant.kl_estimator, sampler_logp)
+    kl, d_kl = losses.kl_penalty(logp, batch.ref_logp, variant.kl_estimator, sampler_logp)
     d_logp += inputs.state.kl_coef * weights * d_kl
-    tokens['kl'] = kl * is_here
+    tokens = tokens._replace(kl=kl * is_here)
   if inputs.weights.imitation is not None:
     imitation_weights = inputs.weights.imitation * is_here
     d_logp -= variant.imitation * imitation_weights
-    imitated = imitation_weights * tokens['logp']
-    sums['imitation_loss'] = -jnp.sum(imitated)
-  cotangents['logp'] = d_logp
-  cotangents['entropy'] = -variant.entropy_coef * weights
-  return cotangents, sums
+    imitated = imitation_weights * logp
+    sums = sums._replace(imitation_loss=-jnp.sum(imitated))
+  cotangents = objectives.TokenOutputs(
+      logp=d_logp, reference_kl=d_reference_kl, entropy=-variant.entropy_coef * weights
+  )
+  num_signals = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
+  return cotangents, tokens, sums._replace(num_signals=num_signals)
 
 
 def _value_loss(inputs, layout, outputs):
-  """Returns values and the critic's loss [R,P], and the cotangent of the outputs [R,P,..]."""
+  """Returns the critic's ValueTokens [b,T], and the cotangent of its outputs [R,P,..]."""
   variant = inputs.spec.variant
   old_values = layout.pack(inputs.batch.old_values)
   returns = layout.pack(inputs.batch.returns)
@@ -562,14 +551,15 @@ def _value_loss(inputs, layout, outputs):
   weights = layout.pack(inputs.weights.value * is_here)
   (d_outputs,) = pull(weights)
   values = variant.value_head.values(outputs, variant)
-  return values, loss, d_outputs
+  tokens = results.ValueTokens(layout.unpack(values), layout.unpack(loss))
+  return tokens, d_outputs
 
 
 def _sum_bias(inputs, cotangent):
   """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    outputs, pull = inputs.policy_vjp(layout)
+    outputs, pull = _policy_vjp(inputs, layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
     d_logp = layout.pack(cotangent)
     d_outputs = zeros._replace(logp=d_logp)
@@ -578,11 +568,13 @@ def _sum_bias(inputs, cotangent):
 
   is_clipped = (cotangent != 0).any(axis=1)
   num_bins = inputs.spec.micro_batch
-  packing = packing_lib.only(inputs.packing, is_clipped, num_bins)
+  packing = inputs.packing
+  if packing is not None:
+    packing = packing_lib.only(packing, is_clipped, num_bins)
   return inputs.sum_micro_batches(one_micro_batch, packing)
 
 
-def _divide(inputs, grads, bias, tokens):
+def _divide(inputs, step, bias):
   """Divides the actor's gradient g by a function of ||C||: returns (DividedGradient, metrics).
 
   Choice: the divisor divides the actor's whole gradient, with its entropy, KL and imitation terms,
@@ -590,7 +582,7 @@ def _divide(inputs, grads, bias, tokens):
   """
   spec = inputs.spec
   variant = spec.variant
-  g = grads['actor']
+  g = step.actor
   g_norm = correction.norm(g)
   metrics = {'stppo/grad_norm': g_norm}
   c_norm = jnp.zeros(())
@@ -599,23 +591,26 @@ def _divide(inputs, grads, bias, tokens):
     metrics['stppo/bias_norm'] = c_norm
     metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # -g and C, see the signs above
   if variant.norm_of == 'loss':
-    c_norm = jnp.abs(tokens['clipped_objective'])
+    c_norm = jnp.abs(step.sums.clipped_objective)
   is_counted = inputs.weights.policy != 0
-  any_clipped = (tokens['clipped'] & is_counted).any()
+  any_clipped = (step.tokens.clipped & is_counted).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
-  value_gradient = grads['value'] if spec.shared_trunk else None
+  value_gradient = step.critic if spec.shared_trunk else None
   order = variant.divide
   divided = correction.divide(order, g, value_gradient, divisor, spec.actor_clip)
   metrics['stppo/divisor'] = divisor
-  metrics['actor/grad_norm'] = divided.norms['clip']
-  metrics['stppo/entering_norm'] = divided.norms['entering']
-  metrics['stppo/entering_factor'] = divided.norms['factor']
+  metrics['actor/grad_norm'] = divided.norm_before_clip
+  metrics['stppo/optimizer_grad_norm'] = divided.norm
+  metrics['stppo/grad_factor'] = divided.factor
+  # The names of these two in version 0.8.
+  metrics['stppo/entering_norm'] = divided.norm
+  metrics['stppo/entering_factor'] = divided.factor
   if variant.divisor == 'none':
     divided = divided._replace(undivided=None)
   return divided, metrics
 
 
-def _apply(inputs, divided, grads, is_finite, has_signal, step_scale):
+def _apply(inputs, divided, value_gradient, is_finite, has_signal, step_scale):
   """Runs the optimizers. If something is not finite, only counts the step.
 
   Choice: an actor whose loss has no gradient at any token (`has_signal`) stays where it is. The
@@ -651,7 +646,7 @@ def _apply(inputs, divided, grads, is_finite, has_signal, step_scale):
       'stppo/applied_factor': actor.factor,
   }
   if spec.critic is not None:
-    gradient = correction.clip(grads['value'], spec.critic_clip)
+    gradient = correction.clip(value_gradient, spec.critic_clip)
     optimizer = spec.critic_optimizer
     critic = optimize(optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)

@@ -15,6 +15,7 @@ from research.toy import settings as toy_settings
 from research.toy import task
 from research.toy import training
 from stppo_jax.algorithms import filters
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.training import packing
@@ -97,23 +98,17 @@ class UpdateTest(parameterized.TestCase):
     noise = 0.1 * np.random.default_rng(0).normal(size=batch.tokens.shape)
     batch = dataclasses.replace(batch, old_logp=batch.old_logp + noise * batch.action_mask)
 
-    def tokens(actor):
+    def policy(actor, unused_layout):
       x, _ = decoder.trunk(actor, spec.actor, batch.tokens)
-      return decoder.token_logp(actor, spec.actor, x, batch.tokens, 1.0, None)
+      logp, entropy = decoder.token_logp(actor, spec.actor, x, batch.tokens, 1.0, None)
+      return objectives.TokenOutputs(logp, entropy=entropy)
 
-    work = training.Work(
-        spec,
-        state,
-        batch,
-        filters.weights(batch, spec.variant),
-        None,
-        update_test.NOTHING,
-        step.packing,
-        log_probs=tokens,
-        state_values=lambda critic: decoder.state_values(
-            critic, decoder.trunk(critic, spec.critic, batch.tokens)[0]
-        ),
-    )
+    def values(critic, unused_layout):
+      x, _ = decoder.trunk(critic, spec.critic, batch.tokens)
+      return decoder.state_values(critic, x)
+
+    weights = filters.weights(batch, spec.variant)
+    work = update.StepInputs(spec, state, batch, weights, policy, values)
     after, metrics, _ = jax.jit(lambda: update.take_step(work))()
     expected, of_update, _ = functions.update_step(state, update_test.NOTHING, batch, step)
     self.assertGreater(of_update['actor/pg_clipfrac'], 0.1)

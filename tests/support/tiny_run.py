@@ -48,7 +48,7 @@ def on_one_device() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def updates_compiled_ahead() -> Iterator[list[str]]:
-  """Context manager in which a function of an update that is compiled when it is called is an error.
+  """Context manager in which no function of an update may be compiled when it is called.
 
   Yields the names of the functions that are compiled ahead, each as often as it is compiled. A
   function that an earlier run of this process has compiled is none of them.
