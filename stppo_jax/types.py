@@ -105,7 +105,7 @@ ROUNDING = 1e-6
 
 
 class Stopped(Exception):
-  """The run was asked to stop, and abandoned work that can be repeated."""
+  """A stop was requested. The run abandoned work that it can repeat."""
 
 
 def hint(name: str, names: Iterable[str]) -> str:
@@ -225,7 +225,7 @@ class Task:
 
   `options` and `letter` are set for multiple choice. All episodes of a task with a `seed` are reset
   with that seed, so that the samples of a group play the same instance. Without one, each episode
-  is reset with a seed of its own.
+  is reset with its own seed.
   """
 
   id: str

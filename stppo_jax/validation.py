@@ -80,7 +80,7 @@ def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:
 
 
 def has_critic(config: Config, variant: Variant) -> bool:
-  """Returns whether a critic with an optimizer of its own is trained."""
+  """Returns whether a critic with a separate optimizer is trained."""
   return variant.needs_critic and config.model.critic == 'separate'
 
 
@@ -328,8 +328,8 @@ def _check_demonstrations(config: Config) -> None:
     raise UserError(f'{given} plays an environment, and config.env.kind is a program: leave it out')
   if rollout.routing_replay == 'sampling':
     raise UserError(
-        f"{given}: config.rollout.routing_replay='sampling' needs the experts of a sampler, which "
-        "demonstrations have not: set it to 'old_policy' or 'none'"
+        f"{given}: config.rollout.routing_replay='sampling' needs recorded experts, and "
+        "demonstrations have none: set it to 'old_policy' or 'none'"
     )
   questions = config.train.episodes // rollout.group_size
   groups = -(-questions // rollout.demonstrate_every)
@@ -350,7 +350,7 @@ def _check_allocation(config: Config) -> None:
   given = f'config.rollout.allocation={rollout.allocation!r}'
   if rollout.demonstrations or rollout.max_num_gen_batches > 1:
     raise UserError(
-        f'{given} deals out the episodes of a fixed set of questions: leave out '
+        f'{given} divides the episodes among a fixed set of questions: leave out '
         'config.rollout.demonstrations, and set max_num_gen_batches=1'
     )
   if is_program(config):

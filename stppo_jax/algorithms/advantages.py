@@ -261,7 +261,7 @@ def from_groups(
   """Returns an estimator from a function (scores [B], group_ids [B]) -> advantages [B].
 
   The score of an episode is the sum of its rewards. Scores of a group that differ by rounding alone
-  are made equal. An episode without agent tokens (padding, or a failed one) is a group of its own,
+  are made equal. An episode without agent tokens (padding, or a failed one) has its own group,
   so that no baseline counts it. An episode of several rows counts once, with the rewards of all
   rows and its `score_offsets`, and each of its rows gets its advantage. With `breaks_ties` the
   function prefers the first of equal episodes.

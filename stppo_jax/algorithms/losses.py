@@ -56,7 +56,7 @@ def value_loss(
 ) -> jax.Array:
   """Returns half the squared error of the critic [B,T], pessimistic within `clip` of old values.
 
-  A `clip` of 0 turns the bound off.
+  With a `clip` of 0 there is no bound.
 
   0.5 max( (v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2 )       (PPO's reference implementation)
   """

@@ -128,7 +128,7 @@ class Pairs(NamedTuple):
 def best_and_worst(batch: TurnBatch) -> Pairs:
   """Returns the pair of each group: its highest and its lowest score.
 
-  The first sampled one of equals is chosen, see `Variant.breaks_ties`.
+  Among equal scores the episode that was sampled first is chosen, see `Variant.breaks_ties`.
   """
   is_first, members, scores = groups(batch)
   from_above = jnp.where(members, scores, -jnp.inf)

@@ -150,7 +150,7 @@ def require_same(
 
 
 def share(value: Any) -> list:
-  """Returns the JSON values of all processes, in their order; they do not pass a device."""
+  """Returns the JSON values of all processes, in process order; they do not pass a device."""
   text = json.dumps(value, default=_plain)
   if num_processes() == 1:
     return [json.loads(text)]
@@ -215,7 +215,8 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
     shares, failures = zip(*share([own_outcomes, failure]))
     if failure := next(filter(None, failures), None):
       raise types.RunError(failure)
-    # A process steps its environments in their order. So its next outcome is that of its next one.
+    # Each process returns outcomes in the order of its environments, so we can take them one by
+    # one.
     outcomes = [iter(outcomes_of_process) for outcomes_of_process in shares]
     return [tuple(next(outcomes[owner])) for owner in step_owners]
 

@@ -32,7 +32,7 @@ class Exchange:
     self._number = 0
 
   def gather(self, message: bytes) -> list[bytes]:
-    """Returns the messages of all processes, in their order; waits for the last one.
+    """Returns the messages of all processes, in process order; waits for the last one.
 
     A process that dies ends the others (see `hosts.leave`), so there is no time limit.
     """

@@ -1,4 +1,4 @@
-"""An agent program that is a command in a process of its own.
+"""An agent program that is a command in a separate process.
 
 `env.kind='gateway:command:COMMAND'` starts the command once per episode, without a shell. Its
 standard input is the task as JSON, and its environment has the address of the gateway. The last

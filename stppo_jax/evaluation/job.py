@@ -1,4 +1,4 @@
-"""Evaluation as a job of its own: a checkpoint or an address in, scores with intervals out.
+"""Evaluation as a separate job: a checkpoint or an address in, scores with intervals out.
 
 The job plays the held-out questions once and greedily, or several times. It keeps the episodes in a
 folder, so that the same command continues a job that was stopped:

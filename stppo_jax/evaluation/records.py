@@ -104,7 +104,7 @@ class EvaluationFolder:
     return episodes
 
   def episodes_of(self, rows: Sequence[Row]) -> list[types.Episode]:
-    """Returns the episodes of these rows, in their order."""
+    """Returns the episodes of these rows, in the same order."""
     by_row: dict[tuple[str, int], list[types.Episode]] = {}
     for (task_id, sample, _), episode in self.episodes().items():
       by_row.setdefault((task_id, sample), []).append(episode)

@@ -73,7 +73,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
 
 
 def _alone(episode: types.Episode) -> types.Episode:
-  """Returns the row as an episode of its own, which that of an agent program is here."""
+  """Returns the row as a separate episode. Each row of an agent program counts as one here."""
   if not episode.is_segment:
     return episode
   return dataclasses.replace(episode, number=None)

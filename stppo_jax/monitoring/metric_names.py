@@ -87,10 +87,15 @@ GROUPS: dict[str, dict[str, str]] = {
         'stppo/bias_norm': '||C||: norm of the gradient that the clip removed.',
         'stppo/cos_g_c': 'Cosine of the angle between g and C. Absent where nothing is clipped.',
         'stppo/divisor': 'The number that `algorithm.divisor` divides by. 1: no division.',
-        'stppo/entering_norm': 'Norm of the gradient that enters the optimizer.',
-        'stppo/entering_factor': (
-            'The norm that enters the optimizer, relative to the norm without the division.'
+        'stppo/optimizer_grad_norm': (
+            'Norm of the gradient that the optimizer gets, after division and clip.'
         ),
+        'stppo/grad_factor': (
+            'Norm of the gradient that the optimizer gets, relative to its norm without the '
+            'division.'
+        ),
+        'stppo/entering_norm': 'The name of `stppo/optimizer_grad_norm` in version 0.8.',
+        'stppo/entering_factor': 'The name of `stppo/grad_factor` in version 0.8.',
         'stppo/applied_factor': (
             'Length of the applied step relative to the step without the division, as a mean over '
             'the steps of the update.'
@@ -209,6 +214,9 @@ GROUPS: dict[str, dict[str, str]] = {
         'timing_s/gen': 'Seconds of sampling. With staleness it overlaps training.',
         'timing_s/gen_{prefill,decode,env}': 'Parts of the time of sampling.',
         'timing_s/wait': 'Seconds of waiting for the batch.',
+        'timing_s/compile': (
+            'Seconds of waiting for the compiler, in the first update of a run only.'
+        ),
         'timing_s/old_log_prob': 'Seconds of log-probs, values and advantages.',
         'timing_s/update_actor': 'Seconds of the optimizer steps of actor and critic.',
         'timing_s/records': 'Seconds of summaries and episode records.',

@@ -62,9 +62,9 @@ def to_turn_batch(
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device. `minibatches.to_device` calls it.
 
-  The reward of a turn stands on its last token. Failed episodes and padding rows have action_mask,
-  turn_ids and rewards 0: they are in the batch, but in no sum. Choice: each of these rows is
-  a group of its own, so that a group's baseline is that of its real scores.
+  A turn's reward is stored at its last token. Failed and padding rows have a mask of 0, so no sum
+  includes them. Choice: each of these rows has its own group, so that the baseline of a group is
+  computed from real scores alone.
   """
   rows = len(episodes) if rows is None else rows
   if rows < 1 or rows < len(episodes):
@@ -165,7 +165,8 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """Sorts rows by length, so that rows of similar length may share a bin.
 
-  The rows of an episode with several roles stay together, in their order. The longest one counts.
+  The rows of an episode with several roles stay together, in the same order. The longest one
+  counts.
   """
   if not any(episode.role for episode in episodes):
     return sorted(episodes, key=trained_length)

@@ -102,7 +102,8 @@ def run(
 ) -> Report:
   """Plays every sequence to its end. A sequence with budget 0 waits until it is given a prompt.
 
-  Sequences start in their order. An exception of `respond` ends the run, and is raised here.
+  Sequences start in the order in which they are given. An exception of `respond` ends the run, and
+  is raised here.
   """
   chex.assert_equal(len(prompts), keys.size)
   with contextlib.ExitStack() as resources:
@@ -191,7 +192,7 @@ class _Group(slots_lib.SlotGroup):
 
 
 class _Engine:
-  """The state of one run. Each set of parameters has a queue and groups of its own."""
+  """The state of one run. Each set of parameters has its own queue and groups."""
 
   def __init__(self, sampler, params, prompts, keys, pool, is_threaded, resources):
     self.report = Report()

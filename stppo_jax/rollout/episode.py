@@ -3,7 +3,7 @@
 The engine schedules prefill and decode. Turns that end together step their environments together,
 so that one retriever call serves all of them. An agent's turn is decoded for the environment, but
 the episode and the model's context keep the sampled ids. Each role of an environment has a row and
-a context of its own, and reads only what the environment gives to it.
+its own context, and reads only what the environment gives to it.
 """
 
 import collections
@@ -51,7 +51,7 @@ class EpisodeLimits:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeInputs:
-  """What is played: an entry per episode, in their order."""
+  """What is played: one entry per episode, in the same order."""
 
   envs: Sequence[protocol.Env]  # one per task
   tasks: Sequence[types.Task]
@@ -79,7 +79,7 @@ def play(
     rules: EpisodeRules,
     run: Callable[..., engine.Report] = engine.run,
 ) -> tuple[list[types.Episode], engine.Report]:
-  """Returns one episode per environment and role, in their order, and a report of the work.
+  """Returns one episode per environment and role, in the same order, and a report of the work.
 
   `run` plays the sequences with the sampler.
 
@@ -206,7 +206,7 @@ class EpisodeState:
     self._skips_thoughts = rules.env.skips_thoughts
     self._roles = rules.env.roles or ('',)
     self._number = number
-    # The samples of a question are compared per role: each role of a group is a group of its own.
+    # The samples of a question are compared per role: each role of a group has its own group.
     self.episodes = [
         types.Episode(
             task=task,

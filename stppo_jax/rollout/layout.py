@@ -30,7 +30,7 @@ COPY_BYTES = 4 * 2**30  # most bytes of the copy per device, where the key heads
 
 
 def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ()) -> Mesh:
-  """Returns a mesh of (data, 1, tensor) over the devices of `mesh`, in their order.
+  """Returns a mesh of (data, 1, tensor) over the devices of `mesh`, in the same order.
 
   `sizes` are (data, tensor); one of them may be -1 and takes the remaining devices. If empty,
   tensor is the smallest number for which the copy takes at most COPY_BYTES per device, or the

@@ -56,7 +56,7 @@ class Batches:
   allocation: Any = None  # allocation.Allocation; None: all groups have the same size
 
   def copy(self, params: Any) -> Any:
-    """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
+    """Returns the policy of trained parameters as it is sampled from, in separate buffers."""
     return self.agent.sampler.copy(self.policy(params))
 
   def sample(self, params: dict, number: int, staleness: int) -> Sampled:
@@ -67,7 +67,7 @@ class Batches:
     Questions and keys of a round depend on the batch's number and the round, and which groups are
     replaced also depends on `params`. So a resumed run repeats all of it.
 
-    With an `allocation`, a second round deals the rest of the batch out by the scores of the first.
+    With an `allocation`, a second round samples the rest of the batch by the scores of the first.
     Then `group_size` is the mean size of a group. Both rounds form one group.
 
     Demonstrations are the last rows of their groups. They are played when the questions are known.
@@ -380,7 +380,7 @@ def to_json(batch: Sampled) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled:
-  """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
+  """Inverts `to_json`; `tasks` are those of the batch's episodes, in the same order."""
   episodes = []
   for task, row in zip(tasks, record['episodes'], strict=True):
     if task.id != row['task']:

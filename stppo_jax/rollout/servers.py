@@ -72,7 +72,7 @@ class ServerApi(Protocol):
 class VllmApi:
   """vLLM's interface: OpenAI's completions, and the routes of its development mode.
 
-  The engine also has eos ids of its own, from the generation_config.json of its model.
+  The engine also has its own eos ids, from the generation_config.json of its model.
   """
 
   eos_ids: tuple[int, ...] = ()  # end a turn, and belong to it

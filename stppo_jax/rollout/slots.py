@@ -93,7 +93,7 @@ class SlotGroup:
     self.context = self._sampler.with_room(self.context, length)
 
   def prefill_new(self, sequences: Sequences) -> Prefilled:
-    """Prefills at most `prefill_rows` new sequences, in a context of their own."""
+    """Prefills at most `prefill_rows` new sequences, in a separate context."""
     sampler = self._sampler
     lengths = [len(sequence.ids) for sequence in sequences]
     self.reserve(max(lengths))
@@ -160,7 +160,7 @@ class SlotGroup:
   ) -> sampler_lib.DecodeResult:
     """Decodes at most `few_rows[-1]` sequences: row i of the result belongs to sequences[i].
 
-    They have a small context of their own, because a call computes all rows of its context.
+    They have a small separate context, because a call computes all rows of its context.
     """
     sampler = self._sampler
     enough = sampler.width

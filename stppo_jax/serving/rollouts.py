@@ -1,7 +1,7 @@
 """Episodes of agent programs: parameters and tasks in, recorded episodes out.
 
 An `agent.Agent` whose episodes are played by a program of the user through the gateway. The loop
-calls only `play`. Each episode is a session with an address of its own.
+calls only `play`. Each episode is a session with its own address.
 
   thread per episode   program(task, base_url, model) -> reward
   gateway              records what the program's client samples, under the episode's session
@@ -124,7 +124,7 @@ class ProgramAgent(agent_lib.Agent):
     if 2 * counts['rewritten'] >= num_turns > 0 and 'rewritten' not in self.warnings:
       self.warnings.add('rewritten')
       logging.warning(
-          '%s: %d of %d turns start a row of their own, because the program rewrites its history. '
+          '%s: %d of %d turns start a new row, because the program rewrites its history. '
           'The first difference: %s',
           kind,
           counts['rewritten'],
@@ -165,7 +165,7 @@ class ProgramAgent(agent_lib.Agent):
       task: types.Task,
       key: jax.Array,
   ) -> _ProgramRun:
-    """Runs one program in a session of its own. A program that continues after it gets an error."""
+    """Runs one program in its own session. A program that continues after it gets an error."""
     service = server.app.service
     session = service.open_session(key, sampling)
     run = _ProgramRun(task, session)

@@ -121,7 +121,7 @@ class _CacheRow(slots_lib.ActiveSequence):
 
 
 class Scheduler:
-  """Runs requests on a sampler in a thread of its own. A context manager."""
+  """Runs requests on a sampler in a separate thread. A context manager."""
 
   def __init__(
       self,
@@ -399,8 +399,9 @@ class Scheduler:
   def _take_waiting(self) -> list[tuple[list[_CacheRow], list[int]]]:
     """Gives idle rows to waiting requests.
 
-    Returns (rows, slots of the rows with the same first tokens) of prefill calls, in their order.
-    Of equal prompts the first is prefilled in an earlier call than the others, which copy it.
+    Returns (rows, slots of the rows with the same first tokens) of prefill calls, in the same
+    order. Of equal prompts the first is prefilled in an earlier call than the others, which copy
+    it.
     """
     batches: list[tuple[list[_CacheRow], list[int]]] = []
     prompts: set[bytes] = set()  # prompts of the last batch

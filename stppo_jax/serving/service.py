@@ -227,7 +227,7 @@ class Service:
       first = session.plan(body.conversation, body.offered_tools)
     else:
       first = session.plan_prompt(body.prompt[0])
-    more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
+    more = [session.fork(first) for _ in range(1, body.n)]  # each is a separate segment
     return [first, *more]
 
   def _grammar(self, body: Body, prompt: list[int]) -> str:

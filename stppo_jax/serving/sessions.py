@@ -364,7 +364,7 @@ class Session:
     return len(self._segments) < self._recording.max_rows
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
-    """Returns a plan for another sample of the same prompt, in a segment of its own."""
+    """Returns a plan for another sample of the same prompt, in a separate segment."""
     assert plan.segment is not None
     with self._lock:
       self.counts['branched'] += self._has_room
@@ -493,10 +493,10 @@ class Session:
   ) -> list[types.Episode]:
     """Returns a row per segment, the longest one first; one without turns if there is none.
 
-    Choice: the reward of the whole stands on the last turn of every segment, so that each row has
-    it once. The rewards of single turns stay on their turns. Every row's `whole_score` counts each
-    of these rewards once. With `first_is_whole` the rewards of the other segments are also on the
-    first row's last turn, whose score is the session's.
+    Choice: each segment's last turn receives the episode's reward, so that each row has it once.
+    The rewards of single turns stay on their turns. Every row's `whole_score` counts each of these
+    rewards once. With `first_is_whole` the rewards of the other segments are also on the first
+    row's last turn, whose score is the session's.
     """
     with self._lock:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))

@@ -31,13 +31,14 @@ def wanted_rows(score: float, first_rows: int, rule: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-  """Deals out the rows of a batch of fixed size.
+  """Divides the rows of a batch of fixed size among its questions.
 
   Choice: the authors let the size of the batch vary. Here it is fixed, since mini-batches and
-  compiled programs rely on it. If the wishes dN exceed what is left after the first rows, they are
-  scaled down. If they are less, the questions with the fewest rows get the rest. Questions that are
-  always or never solved stay in the batch, and the authors drop them. With z-scores (`grpo`) the
-  authors use another S, 2 sqrt(a (1 - a)); here S is always that of centred scores.
+  compiled programs rely on it. If the sum of all dN exceeds the rows that are left after the first
+  ones, all dN are scaled down. If the sum is smaller, the questions with the fewest rows get the
+  rest. Questions that are always or never solved stay in the batch, and the authors drop them. With
+  z-scores (`grpo`) the authors use another S, 2 sqrt(a (1 - a)); here S is always that of centred
+  scores.
   """
 
   rule: str  # 'dars_et' or 'dars_hw'
@@ -45,7 +46,7 @@ class Allocation:
   max_rows: int  # episodes of a question, at most
 
   def extra_rows(self, scores: Sequence[float], num_rows: int) -> list[int]:
-    """Deals `num_rows` further episodes out to questions with these mean scores."""
+    """Divides `num_rows` further episodes among questions with these mean scores."""
     most = self.max_rows - self.first_rows
     wishes = [min(wanted_rows(score, self.first_rows, self.rule), most) for score in scores]
     if sum(wishes) > num_rows:

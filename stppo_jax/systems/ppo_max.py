@@ -77,7 +77,7 @@ def normalise(
 
     s' = s / deviation ('scale') or (s - mean) / deviation ('normalise'), clipped at +-score_clip
 
-  The moments include this batch. Choice: with rewards in several turns, the deviation divides every
+  The moments include this batch. Choice: if several turns have rewards, the deviation divides every
   reward, and the last agent token gets the rest of s'. Choice: each row counts once, and rows
   without agent tokens do not count.
   """

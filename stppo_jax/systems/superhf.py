@@ -10,8 +10,9 @@ from stppo_jax.algorithms import losses
 def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns 1 for the best episode of each group and 0 for the others, [B] (SuperHF, 2310.16763).
 
-  The first sampled one of equals is the best (authors' code, openfeedback/superhf `filtering.py`,
-  top 1). A group whose episodes are all bad has a best one, too. The paper's number is second-hand.
+  Among equal scores the episode that was sampled first is the best (authors' code,
+  openfeedback/superhf `filtering.py`, top 1). A group of bad episodes also has a best one. The
+  paper's number is second-hand.
   """
   same = losses.is_same(group_ids)
   best = advantages.over_groups(jnp.argmax, scores, same, -jnp.inf)

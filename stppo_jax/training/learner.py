@@ -100,7 +100,7 @@ class Learners:
 
   @property
   def actor(self) -> Any:
-    """The trained parameters of the policy. Several policies give a list, in their order."""
+    """The trained parameters of the policy. Several policies give a list, in order."""
     actors = [state.actor for state in self.states.values()]
     return _one_or_list(actors)
 

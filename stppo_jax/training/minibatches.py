@@ -122,7 +122,7 @@ def shapes(
 
 
 def _rows_by_group(episodes, rows_by_episode):
-  """Returns the row numbers of each group. Each role of an episode has a group of its own."""
+  """Returns the row numbers of each group. Each role of an episode has its own group."""
   by_group = collections.defaultdict(list)
   for rows in rows_by_episode:
     group = min(episodes[row].group for row in rows)

@@ -248,7 +248,7 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
   bin_in_j = packing.bin - j * num_bins
   start = bin_in_j * capacity + packing.offset
   start = jnp.where(here, start, size)
-  # A slot belongs to the last row that starts at or before it, if that row is long enough.
+  # A slot holds a token of the last row that starts at or before it, if that row is long enough.
   order = jnp.argsort(start)
   slots = jnp.arange(size)
   starts = start[order]

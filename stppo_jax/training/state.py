@@ -37,8 +37,8 @@ class TrainState:
 def extrapolated(state: TrainState, factor: float) -> TrainState:
   """Returns the state that an update starts from: the policy is p + a (p - p_before), a = `factor`.
 
-  (APO, arXiv 2410.06293, section 5.2, P: Nesterov's acceleration of an exact iteration, whose
-  outputs are p.) With adapters, whose product is not linear, and with Adam, whose moments do not
+  (APO, arXiv 2410.06293, section 5.2, paper: Nesterov's acceleration of an exact iteration with
+  the outputs p.) With adapters, whose product is not linear, and with Adam, whose moments do not
   see this step, it is a heuristic.
   """
   if state.previous_actor is None:
@@ -109,7 +109,7 @@ class Spec:
   temperature: float  # divides the logits in sampler, trainer and reference alike
   logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
   critic_warmup: int  # optimizer steps that leave the actor unchanged
-  num_logged_turns: int  # turns with metrics of their own
+  num_logged_turns: int  # turns that have their own metrics
   actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
   critic_clip: float = math.inf  # and of the separate critic's
   teacher: decoder.ModelConfig | None = None  # shape of `Frozen.teacher`
