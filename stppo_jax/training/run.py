@@ -267,6 +267,7 @@ def open_run(
     resources.enter_context(checkpoints)
     progress, ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
+    resources.enter_context(_compiling_ahead(parts, settings.updates - first))
     policy = learners.policy(learners.actor)
     opened = parts.agent.opened(workdir, first, policy, parts.tasks, give_up)
     resources.enter_context(opened)
@@ -282,7 +283,6 @@ def open_run(
     resources.enter_context(journal)
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
-    resources.enter_context(_compiling_ahead(parts, settings.updates - first))
     # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(has_ended.set)
     before_update = resources.enter_context(
