@@ -451,8 +451,11 @@ def _sum_gradients(inputs, row_cotangents):
       d_values = spec.variant.value_coef * d_values
       d_outputs = zeros._replace(value_outputs=d_values)
       (critic_grad,) = pull(d_outputs)
-    grads = inputs.placed({'actor': actor_grad, 'value': critic_grad})
-    return results.PolicyStep(grads['actor'], grads['value'], tokens, sums, value_tokens)
+    grads = {'actor': actor_grad}
+    if critic_grad is not None:
+      grads['critic'] = critic_grad
+    grads = inputs.placed(grads)
+    return results.PolicyStep(grads['actor'], grads.get('critic'), tokens, sums, value_tokens)
 
   step = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
   tokens = step.tokens
