@@ -77,8 +77,8 @@ class Compilation:
     except Exception as error:  # the call raises it again
       logging.debug('nothing is compiled ahead: %s', error)
     finally:
-      atexit.unregister(self._exit)
       self._is_done.set()
+      atexit.unregister(self._exit)
 
   def _compile_all(self):
     """Compiles `annotate` in another thread, and the two functions that are called after it."""
