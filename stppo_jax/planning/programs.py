@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+
 from stppo_jax.config import Config
 from stppo_jax.planning import flops
 from stppo_jax.planning import hlo
