@@ -54,7 +54,7 @@ COLUMNS = (
     *_OTHERS,
 )
 _DECISIONS = ('yes', 'no', 'maybe')
-_TRUTHS = ('yes', 'no')  # of an answer that is true or false
+_TRUTHS = ('yes', 'no')  # answers to a question of truth
 _LETTER = string.ascii_uppercase
 
 
@@ -532,7 +532,7 @@ def _option(value, options):
   if not isinstance(value, str):
     return None
   text = value.strip()
-  bare = text.strip('(). ')  # of '(B)' and 'B.'
+  bare = text.strip('(). ')  # 'B' for '(B)' and 'B.'
   for letter in letters:
     if letter.lower() == bare.lower():
       return letter
