@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from unittest import mock
@@ -13,9 +14,11 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import pytest
 
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.cli import config_file
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import modes
@@ -27,12 +30,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / 'README.md'
 PAGES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 TEXTS = {page.name: page.read_text(encoding='utf-8') for page in PAGES}
-# A file, and the command that uses it.
-EXAMPLE = re.compile(r'```python\n# (\w+\.py)\n(.*?)```\n.*?```sh\n(.*?)```', re.DOTALL)
-TRAINED = ('README.md', 'data.md', 'environments.md')
-EXAMPLES = [example for name in TRAINED for example in EXAMPLE.findall(TEXTS[name])]
 BLOCK = re.compile(r'```(\w+)\n(.*?)```', re.DOTALL)
+FILE = re.compile(r'```python\n# (\w+)\.py\n(.*?)```', re.DOTALL)
 MAX_LINES = 20
+
+
+def examples() -> list[tuple[str, str, str, str]]:
+  """Returns (page, module, code, command that names the module) of each printed file."""
+  found = []
+  for page, text in TEXTS.items():
+    shell = ''.join(block for language, block in BLOCK.findall(text) if language == 'sh')
+    shell = shell.replace('\\\n', ' ')
+    for module, code in FILE.findall(text):
+      users = re.findall(rf'^python run\.py .*\b{module}:.*', shell, re.MULTILINE)
+      if users:
+        found.append((page, module, code, users[0]))
+  return found
+
+
+EXAMPLES = examples()
+TRAINED = ('README.md', 'data.md', 'environments.md')
 
 
 def commands() -> list[tuple[str, str]]:
@@ -59,6 +76,8 @@ class CommandsTest(parameterized.TestCase):
     arguments = [x for x in shlex.split(command)[2:] if x != '..']
     parsed = flags_lib.parse(arguments)
     self.assertIn(parsed.flags.mode, modes.MODES)
+    # Settings that do not fit each other are refused.
+    validation.validate(config_file.load(parsed, reads_run=False))
     if parsed.flags.config:
       path = parsed.flags.config.partition(':')[0]
       self.assertTrue((ROOT / path).exists(), path)
@@ -116,21 +135,24 @@ class BlocksTest(parameterized.TestCase):
 
 class HowToAddTest(parameterized.TestCase):
 
-  def test_there_are_four_examples(self):
-    self.assertLen(EXAMPLES, 4)
+  def test_all_printed_files_are_examples(self):
+    printed = [(page, module) for page, text in TEXTS.items() for module, _ in FILE.findall(text)]
+    alone = ('environments.md', 'my_run')  # imports guess_word of the same page
+    self.assertCountEqual([*[example[:2] for example in EXAMPLES], alone], printed)
 
-  @parameterized.parameters(*EXAMPLES)
-  def test_an_example_runs_as_it_stands(self, name, code, command):
+  @parameterized.parameters(*(example for example in EXAMPLES if example[0] in TRAINED))
+  def test_an_example_runs_as_it_stands(self, page, module, code, command):
+    del page
     self.assertLessEqual(len(code.strip().splitlines()) + 1, MAX_LINES)
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(folder)
-    pathlib.Path(folder, name).write_text(code, encoding='utf-8')
+    pathlib.Path(folder, f'{module}.py').write_text(code, encoding='utf-8')
     pathlib.Path(folder, 'small.py').write_text(
         'from tests.support import tiny_run\n'
         f'def get_config(mode=""):\n  return tiny_run.make_config({folder!r})\n',
         encoding='utf-8',
     )
-    arguments = shlex.split(command.replace('\\\n', ' '))
+    arguments = shlex.split(command)
     self.assertEqual(arguments[:2], ['python', 'run.py'])
     self.enterContext(tiny_run.on_one_device())
     # What a command sets for its process, it must not set for the other tests.
@@ -147,10 +169,35 @@ class HowToAddTest(parameterized.TestCase):
     self.assertEqual(last['step'], 1)
     own = [metric for metric in last if metric not in ('step', 'time', 'nonfinite')]
     self.assertEmpty([metric for metric in own if not metric_meanings.meaning(metric)])
-    if name == 'guess.py':
+    if module == 'guess':
       self.assertIn('env/right/mean', last)
-    if name == 'guess_word.py':
+    if module == 'guess_word':
       self.assertIn('found/mean', last)
+
+  @parameterized.parameters(*(example for example in EXAMPLES if example[0] in TRAINED))
+  @pytest.mark.slow
+  def test_reward_of_example_is_not_constant(self, page, module, code, command):
+    """In the smoke form of the default run, with the embedded model."""
+    del page
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    pathlib.Path(folder, f'{module}.py').write_text(code, encoding='utf-8')
+    default = ROOT / 'experiments' / 'st_ppo_tiny.py'
+    settings = ['train.updates=3', 'eval.episodes=2', 'log.tensorboard=False']
+    small = [f'--config={default}:smoke', *(f'--config.{setting}' for setting in settings)]
+    arguments = shlex.split(command)[2:]
+    subprocess.run(
+        [sys.executable, ROOT / 'run.py', *small, *arguments],
+        cwd=folder,
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        check=True,
+        capture_output=True,
+    )
+    (workdir,) = pathlib.Path(folder, 'runs').iterdir()
+    _, *updates = metrics_lib.read_metrics(workdir)
+    self.assertLen(updates, 3)
+    names = ('critic/score/min', 'critic/score/max')
+    rewards = [update[name] for update in updates for name in names]
+    self.assertGreater(max(rewards), min(rewards))
 
 
 if __name__ == '__main__':
