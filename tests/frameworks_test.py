@@ -120,8 +120,11 @@ class TrainingTest(parameterized.TestCase):
     words = command(environment, program, argument)
     config = rollouts_test.make_config(f'gateway:command:{" ".join(words)}')
     config.train.updates = 2
+    config.train.episodes = config.train.mini_batch = 4
+    config.rollout.group_size = 2
     config.eval.every = 0
-    config.serve.rows = 4
+    config.eval.episodes = 1
+    config.serve.rows = 2
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     with tiny_run.on_one_device():
       loop.start(config, workdir)

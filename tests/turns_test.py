@@ -49,6 +49,10 @@ class MatchTest(parameterized.TestCase):
       ('<think>a</think>b\n<think>c</think>d', '<think>\na\n</think>\nb\n<think>c</think> d', SAME),
       ('<think>a</think>b\n<think>c</think>d', 'b\nd', NO_THOUGHTS),
       ('<think>cut', '<think>cut', SAME),
+      (THOUGHT + 'Paris', '<think internal="x=">\nHm, France.\n</think>\n\nParis', SAME),
+      (THOUGHT + 'Paris', f'<think signature="">Hm, France.</think>{THOUGHT}Paris', SAME),
+      (THOUGHT + 'Paris', f'<think a="">Hm, Peru.</think>{THOUGHT}Paris', None),
+      ('<thinking>a', '<thinking>a', SAME),
       # A text that the client has appended.
       ('x = 1', 'x = 1\nCalling tools:\n[..]', turns.Match('\nCalling tools:\n[..]')),
       (THOUGHT + '</code>', THOUGHT + '</code>Calling', turns.Match('Calling')),

@@ -16,7 +16,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-_TAGS = re.compile('(</?think>)')
+_TAGS = re.compile('(<think(?: [^<>]*)?>|</think>)')  # inspect-ai adds attributes
 _WORD = re.compile(r'\S+')
 _SHOWN_CHARS = 80  # length of a difference
 
@@ -89,7 +89,8 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
   if not are_written and message.calls != form.calls:
     return None
   lacks_thoughts = len(form.thoughts) > 0 and not message.thoughts
-  if message.thoughts != form.thoughts and not lacks_thoughts:
+  is_same = _unique(message.thoughts) == _unique(form.thoughts)  # inspect-ai repeats a thought
+  if not is_same and not lacks_thoughts:
     return None
   if form.calls and not are_written and not message.words:  # only the calls came back
     return Match('', lacks_thoughts)
@@ -102,6 +103,10 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
   if has_rest and (form.calls or not form.words):
     return None
   return Match(rest if has_rest else '', lacks_thoughts)
+
+
+def _unique(thoughts: Sequence[str]) -> list[str]:
+  return list(dict.fromkeys(thoughts))
 
 
 def _written_calls(text: str) -> tuple[tuple[str, str], ...]:
@@ -147,13 +152,13 @@ def split_thoughts(text: str) -> tuple[tuple[str, ...], str]:
   texts = []
   inside = False
   for part in _TAGS.split(text):
-    if part == '<think>':
-      inside = True
-    elif part == '</think>':
+    if part == '</think>':
       if not inside and not thoughts:
         thoughts.append(''.join(texts))
         texts.clear()
       inside = False
+    elif _TAGS.fullmatch(part):
+      inside = True
     elif inside:
       thoughts.append(part)
     else:
