@@ -17,7 +17,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 
-LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+DENSE_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+LORA_TARGETS = (*DENSE_TARGETS, 'in_proj_qkv', 'in_proj_z', 'out_proj')  # with delta-net layers
 
 
 # The formatter is off, so that each setting takes few lines.
@@ -152,7 +153,7 @@ class ModelSettings(Section):
   lora_rank: int = setting(0, 'rank of the adapters; 0: full training', at_least=0)
   lora_alpha: float = setting(16.0, 'adapters are scaled by alpha / rank', above=0)
   lora_targets: tuple[str, ...] = setting(
-      LORA_TARGETS, "kernels with an adapter, by PEFT's names", items=LORA_TARGETS)
+      DENSE_TARGETS, "kernels with an adapter, by PEFT's names", items=LORA_TARGETS)
 
 
 @dataclasses.dataclass

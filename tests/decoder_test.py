@@ -220,6 +220,8 @@ class TrunkTest(parameterized.TestCase):
         'llama3.2-3b': 3_212_749_824,
         'llama3.1-8b': 8_030_261_248,
         'smollm2-135m': 134_515_008,
+        'gemma-3-270m': 268_098_176,
+        'gemma-3-1b': 999_885_952,
     }
     actual = {name: decoder.num_params(layers.PRESETS[name]) for name in counts}
     self.assertEqual(actual, counts)

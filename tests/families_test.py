@@ -89,6 +89,33 @@ MODELS = {
             },
         },
     ),
+    'qwen3.5': (
+        'qwen3_5_text',
+        {
+            'head_dim': 16,
+            'layer_types': ['linear_attention', 'full_attention'] * 2,
+            'linear_num_key_heads': 2,
+            'linear_num_value_heads': 4,
+            'linear_key_head_dim': 8,
+            'linear_value_head_dim': 12,
+        },
+    ),
+    'qwen3.5 with experts': (
+        'qwen3_5_moe_text',
+        {
+            'num_hidden_layers': 2,
+            'head_dim': 16,
+            'layer_types': ['linear_attention', 'full_attention'],
+            'linear_num_key_heads': 2,
+            'linear_num_value_heads': 2,
+            'linear_key_head_dim': 8,
+            'linear_value_head_dim': 8,
+            'num_experts': 4,
+            'num_experts_per_tok': 2,
+            'moe_intermediate_size': 12,
+            'shared_expert_intermediate_size': 20,
+        },
+    ),
 }
 CHUNKS = (37, 1, 26, 26)
 
@@ -163,7 +190,7 @@ class TransformersTest(parameterized.TestCase):
       model = transformers.AutoModelForCausalLM.from_pretrained(again, attn_implementation='eager')
       np.testing.assert_array_equal(torch_logits(model.eval(), tokens), expected)
 
-  @parameterized.parameters('gemma3', 'gemma2')
+  @parameterized.parameters('gemma3', 'gemma2', 'qwen3.5')
   def test_gradients_of_logp_equal_torch(self, name):
     import torch
 

@@ -103,6 +103,7 @@ OPTIONAL = (
     'envs.tool_calls',
     'envs.tool_runners',
     'envs.tools',
+    'models.delta_net',
     'models.lora',
     'models.moe',
     'public_formats',

@@ -150,7 +150,9 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes):
     for entry in shard:
       tensor = _copy_out(params, numpy_dtype, entry)  # on all processes: gathering is a collective
       weight_map[entry.name] = name
-      if is_writer:
+      if is_writer and entry.name in tensors:  # its next part
+        tensors[entry.name] = np.concatenate([tensors[entry.name], tensor], axis=1)
+      elif is_writer:
         tensors[entry.name] = tensor
     if is_writer:
       # `save_file` would make a private file.
@@ -251,15 +253,16 @@ def _check_tensors(folder, tensors, entries):
     tensor = tensors[entry.name]
     shape = list(tensor.get_shape())
     dtype = tensor.get_dtype()
-    if shape != list(entry.shape) and entry.name.startswith('score.'):
+    expected = list(entry.whole or entry.shape)
+    if shape != expected and entry.name.startswith('score.'):
       raise UserError(
           f'{folder}: its value head has {shape[0]} outputs, and algorithm.value_loss needs '
           f'{entry.shape[0]}; set algorithm.value_loss and value_bins as in its training'
       )
-    if shape != list(entry.shape):
+    if shape != expected:
       raise UserError(
           f'{folder}: {entry.name} has shape {shape}, config.json implies '
-          f'{list(entry.shape)}; use the config.json that belongs to the weights'
+          f'{expected}; use the config.json that belongs to the weights'
       )
     if dtype not in STORED:
       raise UserError(
@@ -298,8 +301,10 @@ def _read(folder, tensors, entries, leaf):
           f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
           'skipped; use another copy or an earlier checkpoint'
       )
+    if entry.part is not None:
+      tensor = tensor[:, slice(*entry.part)]
     if entry.transpose:
-      tensor = tensor.T
+      tensor = tensor.swapaxes(-1, -2)
     part.reshape(tensor.shape)[...] = tensor
   return parameter
 
@@ -320,7 +325,8 @@ def _copy_out(params, dtype, entry):
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
   leaf = np.asarray(leaf).astype(dtype, copy=False)
   if entry.transpose:
-    leaf = leaf.reshape(entry.shape[::-1]).T
+    *stack, rows, columns = entry.shape
+    leaf = leaf.reshape(*stack, columns, rows).swapaxes(-1, -2)
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
@@ -337,7 +343,8 @@ def _shards(entries, itemsize, max_shard_bytes):
   size = 0
   for entry in entries:
     entry_bytes = math.prod(entry.shape) * itemsize
-    if shards[-1] and size + entry_bytes > max_shard_bytes:
+    is_next_part = shards[-1] and shards[-1][-1].name == entry.name
+    if shards[-1] and not is_next_part and size + entry_bytes > max_shard_bytes:
       shards.append([])
       size = 0
     shards[-1].append(entry)

@@ -8,12 +8,16 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
 
   embed/embedding [V,D]          final_norm/scale [D]
   layers/{attention,mlp}_norm/scale, with norm_after also {attention,mlp}_post_norm/scale [L,D]
-  layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
+  layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H],
+                                 with attention_gate query is [L,D,N,2H]
   layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H],
                                  with qk_norm_whole [L,NH] and [L,MH]
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
   layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]
-                                 a mixture of experts has these in place of mlp
+                                 a mixture of experts has these in place of mlp, with shared_d_ff
+                                 also moe/shared/.. as mlp, and moe/shared_gate/kernel [L,D,1]
+  layers/delta/..                layers without attention have these, see delta_net.py. Stacks of
+                                 attention and delta hold only the layers that have them.
   lm_head/kernel [D,V]           only if token logits are not tied to `embed`
   value_head/{kernel [D,n], bias [n]}    only if the model has values; n is 1, or a number of bins
   lora_a, lora_b next to any kernel of `layers`: an adapter, see lora.py
@@ -63,7 +67,8 @@ class KVCache:
 
   Attributes:
     k: L arrays [B,M,C,H,c], keys after rotation by their positions, in C tiles of c slots.
-    v: L arrays [B,M,S,H], values.
+    v: L arrays [B,M,S,H], values. A gated delta-net layer has its state in place of keys, and the
+      last inputs of its convolution in place of values.
     length: [B] int32, number of live slots per row, and so the slot of the next token. The caller
       keeps it within S: writes past the last slot are lost.
   """
@@ -80,14 +85,22 @@ class Block(nn.Module):
   kind: LayerKind = LayerKind()
 
   @nn.compact
-  def __call__(self, x, ropes, segments=None, layer_cache=None, slots=None, chosen=None):
+  def __call__(
+      self, x, ropes, segments=None, layer_cache=None, slots=None, chosen=None, lengths=None
+  ):
     """Maps x [B,T,D] to (x, layer_cache, Routing or None); `chosen` as in `moe.Experts`."""
     config = self.config
     y = x
     if config.norm_before:
       y = RMSNorm(config, name='attention_norm')(y)
-    attend = Attention(config, self.kind.window, name='attention')
-    y, layer_cache = attend(y, ropes.get(self.kind.rope), segments, layer_cache, slots)
+    if self.kind.is_delta:
+      from stppo_jax.models import delta_net
+
+      mix = delta_net.DeltaNet(config, name='delta')
+      y, layer_cache = mix(y, segments, layer_cache, slots, lengths)
+    else:
+      attend = Attention(config, self.kind.window, name='attention')
+      y, layer_cache = attend(y, ropes.get(self.kind.rope), segments, layer_cache, slots)
     if config.norm_after:
       y = RMSNorm(config, name='attention_post_norm')(y)
     x = x + y
@@ -114,16 +127,35 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   v = config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   ropes = _rope_tables(config, 1)
-  block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))
+  plain = dataclasses.replace(config, attention='plain', row_sharding=None)
 
-  def init_layer(layer_key):
-    return block.init(layer_key, x, ropes)['params']
+  def init_layers(kind, keys):
+    block = Block(plain, kind)
+
+    def init_layer(key):
+      return block.init(key, x, ropes)['params']
+
+    return jax.vmap(init_layer)(keys)
 
   layer_keys = jax.random.split(layers_key, config.num_layers)
   embedding = 0.02 * jax.random.normal(embed_key, (v, d), dtype)
+  kinds = config.layer_kinds
+  layers = {}
+  if config.delta is None:
+    layers = init_layers(kinds[0], layer_keys)
+  else:
+    numbers = {is_delta: [] for is_delta in (False, True)}
+    for l, kind in enumerate(kinds):
+      numbers[kind.is_delta].append(l)
+    stacks = [init_layers(kinds[own[0]], layer_keys[np.array(own)]) for own in numbers.values()]
+    order = np.argsort(numbers[False] + numbers[True])
+    layers = stacks[0] | stacks[1]
+    for name in stacks[0].keys() & stacks[1].keys():
+      in_order = lambda a, b: jnp.concatenate([a, b])[order]
+      layers[name] = jax.tree.map(in_order, stacks[0][name], stacks[1][name])
   params = {
       'embed': {'embedding': embedding},
-      'layers': jax.vmap(init_layer)(layer_keys),
+      'layers': layers,
       'final_norm': {'scale': jnp.full((d,), 0 if config.norm_offset else 1, dtype)},
   }
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
@@ -186,12 +218,12 @@ def cached_trunk(
   slots = cache.length[:, None] + jnp.arange(length)
   if lengths is None:
     lengths = jnp.full_like(cache.length, length)
-  num_slots = cache.v[0].shape[2]
+  num_slots = cache.v[config.first_attention].shape[2]
   ropes = {}
   for name, table in _rope_tables(config, num_slots).items():
     ropes[name] = tuple(jnp.asarray(column[0])[slots] for column in table)
   x = _embed(params, config, tokens)
-  x, k, v, routing = _cached_layers(params['layers'], config, x, ropes, slots, cache)
+  x, k, v, routing = _cached_layers(params['layers'], config, x, ropes, slots, lengths, cache)
   x = _final_norm(params, config, x)
   return x, KVCache(k, v, cache.length + lengths), routing
 
@@ -397,13 +429,16 @@ def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
   width = config.head_dim
 
   def empty(*shape):
-    return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
+    return [jnp.zeros(shape, config.dtype) for _ in range(config.num_layers)]
 
-  return KVCache(
-      k=empty(rows, heads, tiles, width, tile),
-      v=empty(rows, heads, tiles * tile, width),
-      length=jnp.zeros((rows,), jnp.int32),
-  )
+  k = empty(rows, heads, tiles, width, tile)
+  v = empty(rows, heads, tiles * tile, width)
+  for l, kind in enumerate(config.layer_kinds):
+    if kind.is_delta:
+      from stppo_jax.models import delta_net
+
+      k[l], v[l] = delta_net.empty_cache(config, rows)
+  return KVCache(tuple(k), tuple(v), jnp.zeros((rows,), jnp.int32))
 
 
 def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
@@ -411,7 +446,8 @@ def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
 
   def cast(path, weight):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
-    is_float32 = name.endswith('/scale') or '/router/' in name
+    is_float32 = name.endswith(('/scale', 'delta/log_decay', 'delta/decay_bias'))
+    is_float32 |= '/router/' in name
     return weight if is_float32 else weight.astype(config.dtype)
 
   return jax.tree_util.tree_map_with_path(cast, params)
@@ -423,6 +459,17 @@ def unstack_layers(params: Params, config: ModelConfig) -> Params:
   Do this once before a decode loop: slicing the stack inside it would copy all weights per token.
   """
   return params | {'layers': _unstack(params['layers'], config)}
+
+
+def has_part(kind: LayerKind, part: str) -> bool:
+  """Returns whether a layer of this kind has a part of the parameter tree, such as 'attention'."""
+  absent = 'attention' if kind.is_delta else 'delta'
+  return part != absent
+
+
+def layers_with(config: ModelConfig, part: str) -> list[int]:
+  """Returns the numbers of the layers that have a part: those that its stack holds."""
+  return _numbers(part, config.layer_kinds)
 
 
 def has_adapters(params: Params) -> bool:
@@ -478,9 +525,13 @@ def _training_layers(layers, config, x, ropes, segments, routes):
   apply_kind = {kind: checkpoint(functools.partial(apply_layer, kind)) for kind in kinds}
 
   def apply_in_turn(kinds, x, layers_and_routes):
+    layers, routes = layers_and_routes
     routings = []
     for l, kind in enumerate(kinds):
-      x, routing = apply_kind[kind](x, jax.tree.map(lambda w, l=l: w[l], layers_and_routes))
+      layer_routes = None
+      if routes is not None:
+        layer_routes = routes[l]
+      x, routing = apply_kind[kind](x, (_layer_of(layers, kinds, l), layer_routes))
       routings.append(routing)
     return x, _stack(routings)
 
@@ -499,15 +550,26 @@ def _training_layers(layers, config, x, ropes, segments, routes):
   num_periods = len(kinds) // period
   split = num_periods * period
 
-  def in_periods(w):
-    return w[:split].reshape(num_periods, period, *w.shape[1:])
+  def in_periods(part, stack):
+    count = len(_numbers(part, kinds[:period]))
+    return jax.tree.map(
+        lambda w: w[: num_periods * count].reshape(num_periods, count, *w.shape[1:]), stack
+    )
+
+  def after_periods(part, stack):
+    count = len(_numbers(part, kinds[:split]))
+    return jax.tree.map(lambda w: w[count:], stack)
 
   step = functools.partial(apply_in_turn, kinds[:period])
-  stacks = (layers, routes)
-  x, routing = jax.lax.scan(step, x, jax.tree.map(in_periods, stacks))
+  stacks = (
+      {part: in_periods(part, stack) for part, stack in layers.items()},
+      in_periods('', routes),
+  )
+  x, routing = jax.lax.scan(step, x, stacks)
   routing = jax.tree.map(lambda r: r.reshape(split, *r.shape[2:]), routing)
   if split < len(kinds):
-    rest = jax.tree.map(lambda w: w[split:], stacks)
+    rest_layers = {part: after_periods(part, stack) for part, stack in layers.items()}
+    rest = (rest_layers, after_periods('', routes))
     x, rest_routing = apply_in_turn(kinds[split:], x, rest)
     routing = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), routing, rest_routing)
   return x, routing
@@ -521,22 +583,22 @@ def _period(kinds):
   return len(kinds)
 
 
-def _cached_layers(layers, config, x, ropes, slots, cache):
+def _cached_layers(layers, config, x, ropes, slots, lengths, cache):
   """Returns (x [B,T,D] after all layers, new keys, new values, Routing).
 
   The layers are unrolled, because a scan would copy the cache.
   """
   rows = len(x)
-  chex.assert_shape(cache.k[0], (rows, config.num_kv_heads, None, config.head_dim, None))
+  first = config.first_attention
+  chex.assert_shape(cache.k[first], (rows, config.num_kv_heads, None, config.head_dim, None))
   keys = []
   values = []
   routings = []
   layers = _unstack(layers, config)
   caches = zip(cache.k, cache.v)
   for kind, layer, layer_cache in zip(config.layer_kinds, layers, caches, strict=True):
-    x, layer_cache, routing = _apply(
-        config, kind, layer, x, ropes, layer_cache=layer_cache, slots=slots
-    )
+    options = {'layer_cache': layer_cache, 'slots': slots, 'lengths': lengths}
+    x, layer_cache, routing = _apply(config, kind, layer, x, ropes, **options)
     k, v = layer_cache
     keys.append(k)
     values.append(v)
@@ -554,11 +616,24 @@ def _apply(config, kind, layer, x, *args, **kwargs):
 def _unstack(layers, config):
   if isinstance(layers, tuple):
     return layers
+  kinds = config.layer_kinds
+  return tuple(_layer_of(layers, kinds, l) for l in range(config.num_layers))
 
-  def layer(l):
-    return jax.tree.map(lambda w: w[l], layers)
 
-  return tuple(map(layer, range(config.num_layers)))
+def _numbers(part, kinds):
+  """Returns the numbers of the layers that have a part of the parameter tree."""
+  return [l for l, kind in enumerate(kinds) if has_part(kind, part)]
+
+
+def _layer_of(layers, kinds, l):
+  """Returns the parameters of layer l from stacks that hold layers of these kinds."""
+  own = {}
+  for part, stack in layers.items():
+    numbers = _numbers(part, kinds)
+    if l in numbers:
+      rank = numbers.index(l)
+      own[part] = jax.tree.map(lambda w, rank=rank: w[rank], stack)
+  return own
 
 
 def _stack(trees):

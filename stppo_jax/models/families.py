@@ -10,10 +10,15 @@ from typing import NamedTuple
 
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
+from stppo_jax.models import layers
 from stppo_jax.types import UserError
 
 ANY = ('any',)  # in `Family.allowed`: the decoder has every value
-_LAYER_NAMES = {'full': 'full_attention', 'window': 'sliding_attention'}
+_LAYER_NAMES = {
+    'full': 'full_attention',
+    'window': 'sliding_attention',
+    'delta': 'linear_attention',
+}
 _GEMMA_FLAGS = {
     'norm_after': True,
     'norm_offset': True,
@@ -31,6 +36,23 @@ _GEMMA_DEFAULTS = {
 _GEMMA_ALLOWED = {'hidden_act': ('gelu_pytorch_tanh',), 'hidden_activation': ('gelu_pytorch_tanh',)}
 _OLMO_FLAGS = {'norm_before': False, 'norm_after': True, 'qk_norm': True, 'qk_norm_whole': True}
 _OLMO_DEFAULTS = {'rms_norm_eps': 1e-5, 'max_position_embeddings': 2048}
+_QWEN35_FLAGS = {'qk_norm': True, 'norm_offset': True, 'attention_gate': True}
+_QWEN35_DEFAULTS = {
+    'head_dim': 256,
+    'partial_rotary_factor': 0.25,
+    'full_attention_interval': 4,
+    'max_position_embeddings': 32_768,
+    'linear_key_head_dim': 128,
+    'linear_value_head_dim': 128,
+    'linear_num_key_heads': 16,
+    'linear_num_value_heads': 32,
+    'linear_conv_kernel_dim': 4,
+}
+_QWEN35_ALLOWED = {
+    'partial_rotary_factor': ANY,
+    'attn_output_gate': (True,),
+    'output_gate_type': ('silu', 'swish'),
+}
 _WINDOWS = {'use_sliding_window': (False, True)}
 
 
@@ -63,7 +85,8 @@ FAMILIES = {
     'qwen3_moe': Family(
         'Qwen3Moe',
         {'qk_norm': True},
-        allowed=dict.fromkeys(('use_qk_norm', 'qk_norm', 'qk_layernorm'), (True,)),
+        allowed=dict.fromkeys(('use_qk_norm', 'qk_norm', 'qk_layernorm'), (True,))
+        | dict.fromkeys(('num_experts', 'num_local_experts'), ANY),
     ),
     'llama': Family('Llama', allowed={'attention_bias': (False, True)}),
     'mistral': Family('Mistral', defaults={'num_key_value_heads': 8, 'sliding_window': 4096}),
@@ -110,9 +133,34 @@ FAMILIES = {
         _GEMMA_ALLOWED | dict.fromkeys(('rope_local_base_freq', 'final_logit_softcapping'), ANY),
         window_period=6,
     ),
+    'qwen3_5_text': Family('Qwen3_5', _QWEN35_FLAGS, _QWEN35_DEFAULTS, _QWEN35_ALLOWED),
+    'qwen3_5_moe_text': Family(
+        'Qwen3_5Moe',
+        _QWEN35_FLAGS,
+        _QWEN35_DEFAULTS
+        | {
+            'norm_topk_prob': True,
+            'moe_intermediate_size': 512,
+            'shared_expert_intermediate_size': 512,
+            'num_experts': 256,
+            'num_experts_per_tok': 8,
+        },
+        _QWEN35_ALLOWED
+        | {'norm_topk_prob': (True,)}
+        | dict.fromkeys(('num_experts', 'num_local_experts'), ANY)
+        | {'shared_expert_intermediate_size': ANY},
+    ),
 }
 # Checkpoints with parts for images: model_type -> that of their text_config.
-TEXT_PARTS = {'gemma3': 'gemma3_text'}
+TEXT_PARTS = {'gemma3': 'gemma3_text', 'qwen3_5': 'qwen3_5_text', 'qwen3_5_moe': 'qwen3_5_moe_text'}
+# The sizes of gated delta-net layers in config.json, in the order of DeltaShape's fields.
+_DELTA_KEYS = (
+    'linear_num_key_heads',
+    'linear_num_value_heads',
+    'linear_key_head_dim',
+    'linear_value_head_dim',
+    'linear_conv_kernel_dim',
+)
 # The keys of a scaling in config.json, in the order of its fields.
 _SCALING_KEYS = {
     'linear': ('factor',),
@@ -144,9 +192,16 @@ def layer_fields(path: Any, raw: dict[str, Any], num_layers: int, number: Any) -
     fields['qkv_bias'] = True
   if not all(rotary):
     fields['rotary_layers'] = tuple(map(bool, rotary))
-  if 'sliding_attention' in names:
+  if 'linear_attention' in names:
+    fields['delta'] = layers.DeltaShape(*map(number, _DELTA_KEYS))
+    if fields['delta'].value_heads % fields['delta'].key_heads:
+      raise _unsupported(path, raw, 'linear_num_value_heads', 'a multiple of linear_num_key_heads')
+    if 'full_attention' not in names:
+      raise _unsupported(path, raw, 'layer_types', 'at least one layer with full_attention')
+  if 'sliding_attention' in names or 'linear_attention' in names:
     short = {long: short for short, long in _LAYER_NAMES.items()}
     fields['layer_types'] = tuple(short[name] for name in names)
+  if 'sliding_attention' in names:
     fields['window'] = number('sliding_window')
   return {**family.flags, **fields}
 
@@ -186,6 +241,10 @@ def _layer_names(path, raw, num_layers, rotary):
     if FAMILIES[name].window_period:
       period = raw.get('sliding_window_pattern') or FAMILIES[name].window_period
       is_window = (l + 1) % period != 0
+    elif 'linear_conv_kernel_dim' in FAMILIES[name].defaults:
+      is_delta = (l + 1) % raw['full_attention_interval'] != 0
+      names.append(_LAYER_NAMES['delta' if is_delta else 'full'])
+      continue
     elif name == 'smollm3':
       is_window = is_window and not rotary[l]
     elif name in ('qwen2', 'qwen3'):
@@ -194,10 +253,18 @@ def _layer_names(path, raw, num_layers, rotary):
   written = raw.get('layer_types')
   if not written or written == names:
     return names
-  can_differ = FAMILIES[name].window_period or name in ('qwen2', 'qwen3', 'smollm3')
+  if 'linear_conv_kernel_dim' in FAMILIES[name].defaults:
+    window = None
+  can_differ = (
+      FAMILIES[name].window_period
+      or 'linear_conv_kernel_dim' in FAMILIES[name].defaults
+      or name in ('qwen2', 'qwen3', 'smollm3')
+  )
   allowed = ['full_attention']
   if can_differ and window is not None:
     allowed.append('sliding_attention')
+  if 'linear_conv_kernel_dim' in FAMILIES[name].defaults:
+    allowed.append('linear_attention')
   if not isinstance(written, list) or len(written) != num_layers or set(written) - set(allowed):
     raise _unsupported(path, raw, 'layer_types', f'{num_layers} times {" or ".join(allowed)}')
   if not can_differ:
@@ -213,7 +280,11 @@ def rope_fields(path: Any, raw: dict[str, Any], read_rope: Any) -> dict[str, Any
   name = raw['model_type']
   if name not in ('gemma3_text', 'olmo3'):
     theta, scaling = read_rope(raw)
-    return {'rope_theta': theta, 'rope_scaling': scaling}
+    fields: dict[str, Any] = {'rope_theta': theta, 'rope_scaling': scaling}
+    if 'partial_rotary_factor' in FAMILIES[name].allowed:
+      for rope in (raw, raw.get('rope_scaling') or {}, raw.get('rope_parameters') or {}):
+        fields['rotary_share'] = rope.get('partial_rotary_factor', fields.get('rotary_share'))
+    return fields
   parameters = raw.get('rope_parameters') or {}
   by_type = dict(parameters) if isinstance(parameters, dict) else {}
   is_nested = any(isinstance(value, dict) for value in by_type.values())
@@ -307,6 +378,17 @@ def to_json(config: decoder.ModelConfig) -> dict[str, Any]:
   if name == 'smollm3':
     rotary = config.rotary_layers or (True,) * config.num_layers
     raw['no_rope_layers'] = [int(is_rotary) for is_rotary in rotary]
+  if 'linear_conv_kernel_dim' in FAMILIES[name].defaults:
+    types = config.layer_types or ('full',) * config.num_layers
+    raw['layer_types'] = [_LAYER_NAMES[kind] for kind in types]
+    raw |= dict(zip(_DELTA_KEYS, config.delta or ()))
+    raw['partial_rotary_factor'] = config.rotary_share
+    raw['rope_parameters'] = {
+        **(rope_scaling or {'rope_type': 'default'}),
+        'rope_theta': config.rope_theta,
+        'partial_rotary_factor': config.rotary_share,
+    }
+    del raw['rope_scaling']
   if name in ('gemma3_text', 'olmo3'):
     full = (config.rope_theta, config.rope_scaling)
     rotations = {'full_attention': full, 'sliding_attention': config.window_rope or full}

@@ -94,6 +94,9 @@ class Entry(NamedTuple):
   shape: tuple[int, ...]  # in the folder; ours is a reshape, after a transpose if `transpose`
   transpose: bool
   expert: int | None = None
+  # The shape of the tensor and the part of its axis 1 where it holds several parameters.
+  whole: tuple[int, ...] = ()
+  part: tuple[int, int] | None = None
 
 
 def load(
@@ -142,7 +145,7 @@ def load(
   for field, name in _SOFTCAPS.items():
     if raw.get(name):
       softcaps[field] = number(name, kind=float)
-  if family == 'qwen3_moe':
+  if family in ('qwen3_moe', 'qwen3_5_moe_text'):
     feed_forward = _experts(path, raw)
   else:
     feed_forward = {'d_ff': number('intermediate_size')}
@@ -242,6 +245,7 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
         'num_experts': config.num_experts,
         'num_experts_per_tok': config.experts_per_token,
         'norm_topk_prob': config.norm_topk_prob,
+        'shared_expert_intermediate_size': config.shared_d_ff,
         'decoder_sparse_step': 1,
         'mlp_only_layers': [],
     }
@@ -263,8 +267,9 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   query = config.num_heads * h
   key = config.num_kv_heads * h
   path = 'layers/attention'
+  gates = 2 if config.attention_gate else 1
   layer_rows: list[tuple[str, str, tuple[int, ...], bool]] = [
-      ('self_attn.q_proj.weight', f'{path}/query/kernel', (query, d), True),
+      ('self_attn.q_proj.weight', f'{path}/query/kernel', (query * gates, d), True),
       ('self_attn.k_proj.weight', f'{path}/key/kernel', (key, d), True),
       ('self_attn.v_proj.weight', f'{path}/value/kernel', (key, d), True),
       ('self_attn.o_proj.weight', f'{path}/out/kernel', (d, query), True),
@@ -298,15 +303,27 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
         ('self_attn.q_norm.weight', f'{path}/query_norm/scale', (query if whole else h,), False),
         ('self_attn.k_norm.weight', f'{path}/key_norm/scale', (key if whole else h,), False),
     ]
+  if config.delta is not None:
+    layer_rows += _delta_rows(config)
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
-  for l in range(config.num_layers):
+  ranks = {'attention': 0, 'delta': 0}  # layers of each kind so far
+  for l, kind in enumerate(config.layer_kinds):
     prefix = f'model.layers.{l}'
+    mixer = 'delta' if kind.is_delta else 'attention'
+    other = 'attention' if kind.is_delta else 'delta'
     for name, parameter, shape, transpose in layer_rows:
-      entries.append(Entry(f'{prefix}.{name}', parameter, l, shape, transpose))
+      part = parameter.split('/')[1] if parameter else mixer
+      if part != other:
+        number = ranks[mixer] if part == mixer else l
+        entries.append(Entry(f'{prefix}.{name}', parameter, number, shape, transpose))
+    ranks[mixer] += 1
     if config.num_experts:
       router_shape = (config.num_experts, d)
       router = 'layers/moe/router/kernel'
       entries.append(Entry(f'{prefix}.mlp.gate.weight', router, l, router_shape, True))
+    if config.shared_d_ff:
+      entries += _fused_experts(config, f'{prefix}.mlp', l)
+      continue
     for expert in range(config.num_experts):
       for part, shape in feed_forward.items():
         name = f'{prefix}.mlp.experts.{expert}.{part}_proj.weight'
@@ -319,6 +336,50 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
     entries.append(Entry('score.weight', 'value_head/kernel', None, (n, d), True))
     entries.append(Entry('score.bias', 'value_head/bias', None, (n,), False))
   return entries
+
+
+def _fused_experts(config, prefix, layer):
+  """Returns the entries of experts in tensors of all of them, and of the shared expert."""
+  d = config.d_model
+  e = config.num_experts
+  f = config.d_ff
+  shared = config.shared_d_ff
+  path = 'layers/moe'
+  fused = f'{prefix}.experts.gate_up_proj'
+  whole = (e, 2 * f, d)
+  name = f'{prefix}.shared_expert'
+  return [
+      Entry(fused, f'{path}/gate', layer, (e, f, d), True, None, whole, (0, f)),
+      Entry(fused, f'{path}/up', layer, (e, f, d), True, None, whole, (f, 2 * f)),
+      Entry(f'{prefix}.experts.down_proj', f'{path}/down', layer, (e, d, f), True),
+      Entry(f'{name}.gate_proj.weight', f'{path}/shared/gate/kernel', layer, (shared, d), True),
+      Entry(f'{name}.up_proj.weight', f'{path}/shared/up/kernel', layer, (shared, d), True),
+      Entry(f'{name}.down_proj.weight', f'{path}/shared/down/kernel', layer, (d, shared), True),
+      Entry(f'{name}_gate.weight', f'{path}/shared_gate/kernel', layer, (1, d), True),
+  ]
+
+
+def _delta_rows(config):
+  """Returns the rows of `table` of a gated delta-net layer."""
+  d = config.d_model
+  shape = config.delta
+  values = shape.value_heads * shape.value_dim
+  channels = 2 * shape.key_heads * shape.key_dim + values
+  heads = (shape.value_heads,)
+  name = 'linear_attn'
+  path = 'layers/delta'
+  conv_shape = (channels, 1, shape.conv_width)
+  return [
+      (f'{name}.in_proj_qkv.weight', f'{path}/qkv/kernel', (channels, d), True),
+      (f'{name}.in_proj_z.weight', f'{path}/z/kernel', (values, d), True),
+      (f'{name}.in_proj_b.weight', f'{path}/rate/kernel', (*heads, d), True),
+      (f'{name}.in_proj_a.weight', f'{path}/decay/kernel', (*heads, d), True),
+      (f'{name}.conv1d.weight', f'{path}/conv/kernel', conv_shape, False),
+      (f'{name}.A_log', f'{path}/log_decay', heads, False),
+      (f'{name}.dt_bias', f'{path}/decay_bias', heads, False),
+      (f'{name}.norm.weight', f'{path}/norm/scale', (shape.value_dim,), False),
+      (f'{name}.out_proj.weight', f'{path}/out/kernel', (d, values), True),
+  ]
 
 
 def readable_by_auto_tokenizer(
@@ -406,8 +467,6 @@ def _check_supported(path, raw):
   """
   family = raw['model_type']
   allowed_values = dict(_NEUTRAL)
-  if family == 'qwen3_moe':
-    del allowed_values['num_experts'], allowed_values['num_local_experts']
   for name in raw:
     if name.endswith(('_softcapping', '_softcap')):
       allowed_values[name] = (0,)
@@ -494,6 +553,7 @@ def _experts(path, raw):
       'num_experts': num_experts,
       'experts_per_token': active,
       'norm_topk_prob': bool(raw.get('norm_topk_prob', False)),
+      'shared_d_ff': raw.get('shared_expert_intermediate_size') or 0,
   }
 
 
@@ -510,6 +570,7 @@ def _rope(path, raw):
       raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
     for key, value in rope.items():
       is_partial = key == 'partial_rotary_factor' and value not in (None, 1)
+      is_partial &= not raw.get('partial_rotary_factor')  # a family that rotates a part
       if is_partial or isinstance(value, dict):
         raise UserError(
             f'{path}: {name} has {key} = {value!r}, which is not supported; allowed: one rotation '

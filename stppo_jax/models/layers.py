@@ -21,6 +21,17 @@ class LayerKind(NamedTuple):
 
   window: int = 0  # 0: the whole row
   rope: str = 'full'  # rotation: 'full' | 'window' (that of `window_rope`) | 'none'
+  is_delta: bool = False  # a gated delta-net layer instead of attention
+
+
+class DeltaShape(NamedTuple):
+  """The sizes of gated delta-net layers, see delta_net.py."""
+
+  key_heads: int
+  value_heads: int  # a multiple of the key heads
+  key_dim: int  # channels per head
+  value_dim: int
+  conv_width: int  # tokens that the convolution reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +43,8 @@ class ModelConfig:
     num_experts: experts per layer. 0: one dense feed-forward network.
     experts_per_token: experts that each token goes through.
     norm_topk_prob: whether the weights of the chosen experts sum to 1.
+    shared_d_ff: width of the expert that every token goes through (DeepSeekMoE, arXiv 2401.06066,
+      section 3.2), times sigmoid(x w), as in Qwen3.5. 0: none.
     rope_theta: base of the rotary frequencies.
     rope_scaling: scaling of the rotary frequencies. None: none.
     window_rope: (base, scaling) of the layers with a window, as in Gemma 3 (arXiv 2503.19786,
@@ -39,7 +52,11 @@ class ModelConfig:
     rotary_share: share of a head's channels that are rotated, the first ones.
     rotary_layers: whether each layer has rotary positions, as in SmolLM3, whose other layers have
       none (arXiv 2501.18795). Empty: all have.
-    layer_types: 'full' or 'window' for each layer. Empty: all attend to the whole row.
+    layer_types: 'full', 'window' or 'delta' (see delta_net.py) for each layer. Empty: all attend to
+      the whole row.
+    delta: sizes of the 'delta' layers.
+    attention_gate: whether attention's output is multiplied by sigmoid(x W), before the output
+      matrix, as in Qwen3.5 (arXiv 2505.06708). W is a second half of the query kernel's heads.
     window: tokens that a token of a 'window' layer attends to, itself included (Longformer,
       arXiv 2004.05150, section 3.1).
     norm_before: whether attention and feed-forward read x / rms(x), as in most families.
@@ -80,6 +97,7 @@ class ModelConfig:
   num_experts: int = 0
   experts_per_token: int = 0
   norm_topk_prob: bool = False
+  shared_d_ff: int = 0
   rope_theta: float = 10_000.0
   rope_scaling: attention.RopeScaling | None = None
   window_rope: tuple[float, attention.RopeScaling | None] | None = None
@@ -87,6 +105,8 @@ class ModelConfig:
   rotary_layers: tuple[bool, ...] = ()
   layer_types: tuple[str, ...] = ()
   window: int = 0
+  delta: DeltaShape | None = None
+  attention_gate: bool = False
   norm_before: bool = True
   norm_after: bool = False
   norm_offset: bool = False
@@ -125,8 +145,16 @@ class ModelConfig:
         rope = 'none'
       elif is_window and self.window_rope is not None:
         rope = 'window'
-      kinds.append(LayerKind(self.window if is_window else 0, rope))
+      is_delta = bool(self.layer_types) and self.layer_types[l] == 'delta'
+      if is_delta:
+        rope = 'none'
+      kinds.append(LayerKind(self.window if is_window else 0, rope, is_delta))
     return tuple(kinds)
+
+  @property
+  def first_attention(self) -> int:
+    """The number of the first layer with attention."""
+    return [kind.is_delta for kind in self.layer_kinds].index(False)
 
 
 class RMSNorm(nn.Module):
@@ -214,7 +242,10 @@ class Attention(nn.Module):
     n = config.num_heads
     m = config.num_kv_heads
     h = config.head_dim
-    q = Project(config, (d, n, h), bias=config.qkv_bias, name='query')(x)
+    width = 2 * h if config.attention_gate else h
+    q = Project(config, (d, n, width), bias=config.qkv_bias, name='query')(x)
+    if config.attention_gate:
+      q, gate = jnp.split(q, 2, axis=-1)
     k = Project(config, (d, m, h), bias=config.qkv_bias, name='key')(x)
     v = Project(config, (d, m, h), bias=config.qkv_bias, name='value')(x)
     if config.qk_norm:
@@ -241,6 +272,8 @@ class Attention(nn.Module):
       k = cached_k.astype(config.dtype)
       v = cached_v.astype(config.dtype)
       y = attention.cached(q, k, v, slots, **options)
+    if config.attention_gate:
+      y = y * jax.nn.sigmoid(gate)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
     return y, layer_cache
@@ -275,6 +308,9 @@ def _presets() -> dict[str, ModelConfig]:
     base_of_windows = fields.pop('window_rope_theta', None)
     if base_of_windows is not None:
       fields['window_rope'] = (base_of_windows, None)
+    delta = fields.pop('delta', None)
+    if delta is not None:
+      fields['delta'] = DeltaShape(*delta)
     period = tuple(fields.pop('layer_period', ()))  # layer types, repeated over all layers
     num_layers = fields['num_layers']
     layer_types = (period * num_layers)[:num_layers]

@@ -8,6 +8,7 @@ Training never forms A B or a gradient of W's shape. Adapters are a tree with th
 parameters. `combine` joins both into the tree that decoder.py takes; `merge` adds A B to W.
 """
 
+from collections.abc import Callable
 from collections.abc import Collection
 import json
 import math
@@ -33,7 +34,11 @@ TARGETS = {
     'gate_proj': ('mlp/gate', 1),
     'up_proj': ('mlp/up', 1),
     'down_proj': ('mlp/down', 1),
+    'in_proj_qkv': ('delta/qkv', 1),
+    'in_proj_z': ('delta/z', 1),
+    'out_proj': ('delta/out', 2),
 }
+_PEFT_PARENTS = {'attention': 'self_attn', 'delta': 'linear_attn'}
 
 
 def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) -> Params:
@@ -47,6 +52,11 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
     if name not in targets:
       continue
     part, module = path.split('/')
+    if part == 'delta' and part not in params['layers']:
+      raise UserError(
+          f'config.model.lora_targets names {name!r}, and the model has no gated delta-net layers: '
+          'leave out in_proj_qkv, in_proj_z and out_proj'
+      )
     if part not in params['layers']:
       raise UserError(
           f'config.model.lora_targets names {name!r}, and experts take no adapters: leave out '
@@ -119,8 +129,13 @@ def adapters(params: Params) -> Params:
   return traverse_util.unflatten_dict(parts)
 
 
-def save_peft(folder: str, adapters: Params, scale: float) -> None:
-  """Writes adapters (NumPy arrays) as a folder of the PEFT library, which vLLM and SGLang read."""
+def save_peft(
+    folder: str, adapters: Params, scale: float, layers_with: Callable[[str], list[int]]
+) -> None:
+  """Writes adapters (NumPy arrays) as a folder of the PEFT library, which vLLM and SGLang read.
+
+  `layers_with` returns the numbers of the layers that have a part, such as 'attention'.
+  """
   os.makedirs(folder)
   tensors = {}
   targets = []
@@ -131,8 +146,8 @@ def save_peft(folder: str, adapters: Params, scale: float) -> None:
       continue
     targets.append(name)
     rank = adapter['lora_a'].shape[-1]
-    parent = 'self_attn' if part == 'attention' else part
-    for layer, (a, b) in enumerate(zip(adapter['lora_a'], adapter['lora_b'])):
+    parent = _PEFT_PARENTS.get(part, part)
+    for layer, a, b in zip(layers_with(part), adapter['lora_a'], adapter['lora_b'], strict=True):
       prefix = f'base_model.model.model.layers.{layer}.{parent}.{name}'
       a = a.reshape(-1, rank)
       b = b.reshape(rank, -1)

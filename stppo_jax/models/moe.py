@@ -145,10 +145,17 @@ class Experts(nn.Module):
     up = kernel('up', (e, d, f), 0.02)
     down = kernel('down', (e, f, d), 0.02 / math.sqrt(2 * config.num_layers))
     weights, routing = route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
+    shared = 0.0
+    if config.shared_d_ff:
+      wide = dataclasses.replace(config, d_ff=config.shared_d_ff)
+      share = layers.Project(config, (d, 1), name='shared_gate')(x)
+      shared = jax.nn.sigmoid(share) * layers.Mlp(wide, name='shared')(x)
     if self.is_initializing():  # under vmap, which a sharded sort does not support
       return x, routing
     kernels = [kernel.astype(config.dtype) for kernel in (gate, up, down)]
     y = experts(x, weights, routing.chosen, kernels, config.row_sharding)
+    if config.shared_d_ff:
+      y = y + shared
     return y, routing
 
 

@@ -159,7 +159,8 @@ def _write(model, engine_kind, has_adapters, params, folder):
   if has_adapters and engine_kind == 'vllm':
     adapters = hosts.fetch(lora.adapters(params))
     if hosts.is_writer():
-      lora.save_peft(folder, adapters, model.lora_scale)
+      layers_with = functools.partial(decoder.layers_with, model)
+      lora.save_peft(folder, adapters, model.lora_scale, layers_with)
     return
   if has_adapters:
     params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)

@@ -45,7 +45,7 @@ def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ())
         f'{setting} are (data, tensor) of {mesh.size} devices, which must be their product: set '
         'one of them to -1 to take what is left'
     ) from None
-  heads = model.num_kv_heads
+  heads = _divisible(model)
   tensor = devices.shape[2]
   if heads % tensor:
     allowed = map(str, _divisors(heads))
@@ -121,7 +121,10 @@ def copy_shardings(model: decoder.ModelConfig, row_sharding: NamedSharding) -> A
     return NamedSharding(mesh, P(*spec))
 
   layer = jax.tree.map(without_layers, places['layers'])
-  return {**places, 'layers': (layer,) * model.num_layers}
+  layers = []
+  for kind in model.layer_kinds:
+    layers.append({part: tree for part, tree in layer.items() if decoder.has_part(kind, part)})
+  return {**places, 'layers': tuple(layers)}
 
 
 def is_copy(params: Any) -> bool:
@@ -129,12 +132,19 @@ def is_copy(params: Any) -> bool:
   return isinstance(params['layers'], tuple)
 
 
+def _divisible(model):
+  """Returns the number that `tensor` has to divide: of key heads, those of delta nets included."""
+  if model.delta is None:
+    return model.num_kv_heads
+  return math.gcd(model.num_kv_heads, model.delta.key_heads, model.delta.value_heads)
+
+
 def _smallest_tensor(num_devices, model):
   if num_devices == 1:
     return 1
   itemsize = jnp.dtype(model.dtype).itemsize
   size = decoder.num_params(model) * itemsize
-  common = math.gcd(num_devices, model.num_kv_heads, model.d_ff)
+  common = math.gcd(num_devices, _divisible(model), model.d_ff)
   for tensor in _divisors(common):
     if size <= tensor * COPY_BYTES:
       return tensor

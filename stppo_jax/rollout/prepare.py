@@ -129,6 +129,7 @@ def load_shape(
   dtype = config.model.param_dtype
   base_name = os.path.basename(folder.rstrip('/')).lower()
   preset = base_name.removesuffix('-instruct').removesuffix('-base')
+  preset = preset.removesuffix('-it').removesuffix('-pt')
   if os.path.isdir(folder):
     shape = hf_config.load(folder, head=head, param_dtype=dtype, value_labels=value_labels)
   elif preset in layers.PRESETS:

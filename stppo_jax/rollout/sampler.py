@@ -32,14 +32,14 @@ TOP = 5  # likeliest tokens per place of `PromptScores`
 class Context:
   """Keys and values of each row's context, as in `decoder.KVCache`, and the next token's logits."""
 
-  k: tuple[jax.Array, ...]  # L arrays [B,M,C,H,c]; slots past a row's length hold garbage
-  v: tuple[jax.Array, ...]  # [B,M,S,H]
+  k: tuple[jax.Array, ...]  # L arrays as in KVCache; slots past a row's length hold garbage
+  v: tuple[jax.Array, ...]
   logits: jax.Array  # [B,V] float32, of each row's next token
 
   @property
   def slots(self) -> int:
     """Cache slots per row: the number of tokens that a row has room for."""
-    return self.v[0].shape[2]
+    return max(array.shape[2] for array in self.v)  # a delta-net layer has a short tail there
 
 
 @flax.struct.dataclass

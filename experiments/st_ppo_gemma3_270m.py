@@ -1,0 +1,23 @@
+"""ST-PPO on Gemma 3 270M: the smallest model of 2025 that follows instructions, one accelerator.
+
+  hf download google/gemma-3-270m-it --local-dir=models/gemma-3-270m-it
+  python run.py sft --config=experiments/st_ppo_gemma3_270m.py \\
+    --config.data.source=DATA/chats.jsonl --workdir=runs/sft_gemma3_270m
+  python run.py --config=experiments/st_ppo_gemma3_270m.py \\
+    --config.model.folder=runs/sft_gemma3_270m/model \\
+    --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
+
+Not run on an accelerator yet. docs/warm_start.md explains the demonstrations of the second line.
+Does it fit?  python run.py --config=experiments/st_ppo_gemma3_270m.py --mode=plan --topology=v5e:2x2
+"""
+
+from experiments import st_ppo_smollm2
+
+
+def get_config(mode=''):
+  config = st_ppo_smollm2.get_config(mode)
+  config.name = config.name.replace('smollm2', 'gemma3_270m')
+  config.model.folder = 'models/gemma-3-270m-it'
+  # The logits of 262,144 tokens are live for this many columns at once.
+  config.model.logp_chunk = 64
+  return config
