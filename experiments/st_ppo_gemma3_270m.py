@@ -8,7 +8,8 @@
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
 Not run on an accelerator yet. docs/warm_start.md explains the demonstrations of the second line.
-Does it fit?  python run.py --config=experiments/st_ppo_gemma3_270m.py --mode=plan --topology=v5e:2x2
+Does it fit?  python run.py --config=experiments/st_ppo_gemma3_270m.py --mode=plan \\
+  --topology=v5e:2x2
 """
 
 from experiments import st_ppo_smollm2

@@ -1,5 +1,6 @@
 """Families of models: equal to transformers in rows, in the cache, packed and exported."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -12,14 +13,21 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import safetensors.numpy
 
+from stppo_jax import config as schema
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import families
 from stppo_jax.models import hf_config
+from stppo_jax.models import layers
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import loop
 from stppo_jax.types import UserError
+from tests.support import tiny_run
 
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 SIZES = {
@@ -135,7 +143,8 @@ def make_reference(name):
   model = model.eval()
   with torch.no_grad():
     for parameter in model.parameters():
-      parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.ndim == 1))
+      first = parameter if parameter.ndim == 1 else 0  # norms are near their neutral values
+      parameter.copy_(0.2 * torch.randn_like(parameter) + first)
   tokens = np.random.default_rng(0).integers(3, SIZES['vocab_size'], (2, sum(CHUNKS)))
   folder = tempfile.mkdtemp()
   model.save_pretrained(folder)
@@ -217,6 +226,24 @@ class TransformersTest(parameterized.TestCase):
     for entry in hf_config.table(config):
       ours = convert._copy_out(actual, np.float32, entry)
       self.assertLess(relative_error(ours, expected[entry.name]), 1e-4, entry.name)
+
+  def test_experts_in_one_tensor_load(self):
+    """As published: the gates and ups of all experts of a layer are one tensor."""
+    folder = pathlib.Path(make_reference('qwen3.5 with experts')[0])
+    expected = convert.load_hf(folder)[1]
+    tensors = safetensors.numpy.load_file(folder / 'model.safetensors')
+    for l in range(2):
+      prefix = f'model.layers.{l}.mlp.experts'
+
+      def of_all(kind, prefix=prefix):
+        return np.stack([tensors.pop(f'{prefix}.{e}.{kind}_proj.weight') for e in range(4)])
+
+      tensors[f'{prefix}.gate_up_proj'] = np.concatenate([of_all('gate'), of_all('up')], axis=1)
+      tensors[f'{prefix}.down_proj'] = of_all('down')
+    fused = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (fused / 'config.json').write_bytes((folder / 'config.json').read_bytes())
+    safetensors.numpy.save_file(tensors, fused / 'model.safetensors')
+    jax.tree.map(np.testing.assert_array_equal, convert.load_hf(fused)[1], expected)
 
   def test_text_part_of_images_and_text_loads(self):
     folder, tokens, expected, _ = make_reference('gemma3')
@@ -327,3 +354,79 @@ class DecoderTest(parameterized.TestCase):
       logits = forward(params, config, tokens, None)[0][0]
       likeliest = np.argmax(logits[len(prompt) - 1 : -1], axis=-1)
       np.testing.assert_array_equal(result.tokens[row], likeliest)
+
+
+def tiny_shape(family):
+  """Fields of a ModelConfig of one family, for `tiny_run.write_model`."""
+  shape = dict(families.FAMILIES[family].flags)
+  shape |= {'family': family, 'qkv_bias': False, 'num_layers': 3, 'window': 20}
+  shape['layer_types'] = ('window', 'window', 'full')
+  if family == 'smollm3':
+    shape['rotary_layers'] = (True, True, False)
+  if family == 'mistral':
+    shape['layer_types'] = ('window',) * 3
+  if family == 'gemma3_text':
+    shape['window_rope'] = (1e4, None)
+    shape['rope_theta'] = 1e6
+  if family.startswith('qwen3_5'):
+    shape |= {'window': 0, 'layer_types': ('delta', 'delta', 'full'), 'rotary_share': 0.5}
+    shape['delta'] = layers.DeltaShape(2, 4, 4, 4, 4)
+  if 'moe' in family:
+    shape |= {'num_experts': 4, 'experts_per_token': 2, 'norm_topk_prob': True, 'shared_d_ff': 8}
+  return shape
+
+
+class RunTest(parameterized.TestCase):
+
+  def train(self, folder, workdir, devices=1, **values):
+    config = tiny_run.make_config(folder, **values)
+    place = tiny_run.on_one_device() if devices == 1 else contextlib.nullcontext()
+    if devices > 1:
+      config.mesh = schema.MeshSettings(data=1, fsdp=4, tensor=2)
+    with place:
+      loop.start(config, f'{folder}/{workdir}')
+    return metrics_lib.read_metrics(f'{folder}/{workdir}')
+
+  @pytest.mark.slow
+  @parameterized.parameters(
+      'mistral', 'smollm3', 'olmo3', 'gemma3_text', 'qwen3_5_text', 'qwen3_5_moe_text'
+  )
+  def test_sampler_and_trainer_agree_in_runs(self, family):
+    """Two updates in full and of adapters, on one device and on eight."""
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    model = f'{folder}/family'
+    tiny_run.write_model(model, **tiny_shape(family))
+    targets = ('q_proj', 'o_proj')
+    if family.startswith('qwen3_5'):
+      targets += ('in_proj_qkv', 'out_proj')
+    for devices, rank in ((1, 0), (1, 2), (8, 0), (8, 2)):
+      with self.subTest(devices=devices, rank=rank):
+        rows = self.train(
+            folder,
+            f'run_{devices}_{rank}',
+            devices,
+            model__folder=model,
+            model__lora_rank=rank,
+            model__lora_targets=targets,
+        )
+        updates = [row for row in rows if 'rollout_corr/kl' in row]
+        self.assertLen(updates, 2)
+        for row in updates:
+          self.assertLess(abs(row['rollout_corr/kl']), 1e-4)
+          self.assertGreater(row['actor/grad_norm'], 0)
+
+  @pytest.mark.slow
+  def test_run_with_delta_nets_resumes_bit_exactly(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    model = f'{folder}/family'
+    tiny_run.write_model(model, **tiny_shape('qwen3_5_text'))
+    straight = self.train(folder, 'straight', model__folder=model)
+    for updates in (1, 2):
+      resumed = self.train(folder, 'resumed', model__folder=model, train__updates=updates)
+    self.assertEqual(straight[-1]['actor/pg_loss'], resumed[-1]['actor/pg_loss'])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -150,9 +150,7 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes):
     for entry in shard:
       tensor = _copy_out(params, numpy_dtype, entry)  # on all processes: gathering is a collective
       weight_map[entry.name] = name
-      if is_writer and entry.name in tensors:  # its next part
-        tensors[entry.name] = np.concatenate([tensors[entry.name], tensor], axis=1)
-      elif is_writer:
+      if is_writer:
         tensors[entry.name] = tensor
     if is_writer:
       # `save_file` would make a private file.
@@ -206,7 +204,8 @@ def _open_tensors(stack, folder):
 
 def _text_tensors(folder, tensors):
   """Returns the tensors of the text model, under the names that a text model alone has."""
-  renamed = {}
+  renamed: dict[str, Any] = {}
+  used = 0
   for name, tensor in tensors.items():
     if name.startswith(OTHER_PARTS):
       continue
@@ -214,11 +213,49 @@ def _text_tensors(folder, tensors):
       if name.startswith(prefix):
         name = own + name.removeprefix(prefix)
         break
-    renamed[name] = tensor
-  if len(renamed) < len(tensors):
-    left_out = len(tensors) - len(renamed)
+    used += 1
+    stem, _, kind = name.rpartition('.')
+    if stem.endswith('.mlp.experts') and kind in ('gate_up_proj', 'down_proj'):
+      renamed |= _experts_of(stem, kind, tensor)
+    else:
+      renamed[name] = tensor
+  if used < len(tensors):
+    left_out = len(tensors) - used
     logging.info('%s: %d tensors beside the text model are left out', folder, left_out)
   return renamed
+
+
+class _ExpertPart:
+  """The rows first to last of one expert of a tensor [E,..,..], as a lazy safetensors slice."""
+
+  def __init__(self, tensor, expert, first, last):
+    self._tensor = tensor
+    self._expert = expert
+    self._rows = slice(first, last)
+
+  def get_shape(self):
+    return [self._rows.stop - self._rows.start, self._tensor.get_shape()[2]]
+
+  def get_dtype(self):
+    return self._tensor.get_dtype()
+
+  def __getitem__(self, index):
+    return self._tensor[self._expert : self._expert + 1, self._rows][0][index]
+
+
+def _experts_of(stem, kind, tensor):
+  """Returns a tensor of all experts of a layer under the names of each expert's own tensors."""
+  shape = tensor.get_shape()
+  if len(shape) != 3:
+    return {f'{stem}.{kind}': tensor}
+  names = ['gate_proj', 'up_proj'] if kind == 'gate_up_proj' else ['down_proj']
+  size = shape[1] // len(names)
+  parts = {}
+  for expert in range(shape[0]):
+    for i, name in enumerate(names):
+      part = _ExpertPart(tensor, expert, i * size, (i + 1) * size)
+      parts[f'{stem}.{expert}.{name}.weight'] = part
+  return parts
 
 
 def _check_keys(folder, config, tensors, entries):
@@ -253,16 +290,15 @@ def _check_tensors(folder, tensors, entries):
     tensor = tensors[entry.name]
     shape = list(tensor.get_shape())
     dtype = tensor.get_dtype()
-    expected = list(entry.whole or entry.shape)
-    if shape != expected and entry.name.startswith('score.'):
+    if shape != list(entry.shape) and entry.name.startswith('score.'):
       raise UserError(
           f'{folder}: its value head has {shape[0]} outputs, and algorithm.value_loss needs '
           f'{entry.shape[0]}; set algorithm.value_loss and value_bins as in its training'
       )
-    if shape != expected:
+    if shape != list(entry.shape):
       raise UserError(
           f'{folder}: {entry.name} has shape {shape}, config.json implies '
-          f'{expected}; use the config.json that belongs to the weights'
+          f'{list(entry.shape)}; use the config.json that belongs to the weights'
       )
     if dtype not in STORED:
       raise UserError(
@@ -301,10 +337,8 @@ def _read(folder, tensors, entries, leaf):
           f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
           'skipped; use another copy or an earlier checkpoint'
       )
-    if entry.part is not None:
-      tensor = tensor[:, slice(*entry.part)]
     if entry.transpose:
-      tensor = tensor.swapaxes(-1, -2)
+      tensor = tensor.T
     part.reshape(tensor.shape)[...] = tensor
   return parameter
 
@@ -325,8 +359,7 @@ def _copy_out(params, dtype, entry):
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
   leaf = np.asarray(leaf).astype(dtype, copy=False)
   if entry.transpose:
-    *stack, rows, columns = entry.shape
-    leaf = leaf.reshape(*stack, columns, rows).swapaxes(-1, -2)
+    leaf = leaf.reshape(entry.shape[::-1]).T
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
@@ -343,8 +376,7 @@ def _shards(entries, itemsize, max_shard_bytes):
   size = 0
   for entry in entries:
     entry_bytes = math.prod(entry.shape) * itemsize
-    is_next_part = shards[-1] and shards[-1][-1].name == entry.name
-    if shards[-1] and not is_next_part and size + entry_bytes > max_shard_bytes:
+    if shards[-1] and size + entry_bytes > max_shard_bytes:
       shards.append([])
       size = 0
     shards[-1].append(entry)

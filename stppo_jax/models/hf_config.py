@@ -94,9 +94,6 @@ class Entry(NamedTuple):
   shape: tuple[int, ...]  # in the folder; ours is a reshape, after a transpose if `transpose`
   transpose: bool
   expert: int | None = None
-  # The shape of the tensor and the part of its axis 1 where it holds several parameters.
-  whole: tuple[int, ...] = ()
-  part: tuple[int, int] | None = None
 
 
 def load(
@@ -289,6 +286,13 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   if not config.num_experts:
     for name, shape in feed_forward.items():
       layer_rows.append((f'mlp.{name}_proj.weight', f'layers/mlp/{name}/kernel', shape, True))
+  if shared := config.shared_d_ff:
+    layer_rows.append(
+        ('mlp.shared_expert_gate.weight', 'layers/moe/shared_gate/kernel', (1, d), True)
+    )
+    for name, shape in {'gate': (shared, d), 'up': (shared, d), 'down': (d, shared)}.items():
+      row = f'mlp.shared_expert.{name}_proj.weight'
+      layer_rows.append((row, f'layers/moe/shared/{name}/kernel', shape, True))
   if config.qkv_bias and config.family == 'llama':  # Llama also has a bias of the output
     layer_rows.append(('self_attn.o_proj.bias', ABSENT, (d,), False))
   if config.qkv_bias:
@@ -321,9 +325,6 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
       router_shape = (config.num_experts, d)
       router = 'layers/moe/router/kernel'
       entries.append(Entry(f'{prefix}.mlp.gate.weight', router, l, router_shape, True))
-    if config.shared_d_ff:
-      entries += _fused_experts(config, f'{prefix}.mlp', l)
-      continue
     for expert in range(config.num_experts):
       for part, shape in feed_forward.items():
         name = f'{prefix}.mlp.experts.{expert}.{part}_proj.weight'
@@ -336,27 +337,6 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
     entries.append(Entry('score.weight', 'value_head/kernel', None, (n, d), True))
     entries.append(Entry('score.bias', 'value_head/bias', None, (n,), False))
   return entries
-
-
-def _fused_experts(config, prefix, layer):
-  """Returns the entries of experts in tensors of all of them, and of the shared expert."""
-  d = config.d_model
-  e = config.num_experts
-  f = config.d_ff
-  shared = config.shared_d_ff
-  path = 'layers/moe'
-  fused = f'{prefix}.experts.gate_up_proj'
-  whole = (e, 2 * f, d)
-  name = f'{prefix}.shared_expert'
-  return [
-      Entry(fused, f'{path}/gate', layer, (e, f, d), True, None, whole, (0, f)),
-      Entry(fused, f'{path}/up', layer, (e, f, d), True, None, whole, (f, 2 * f)),
-      Entry(f'{prefix}.experts.down_proj', f'{path}/down', layer, (e, d, f), True),
-      Entry(f'{name}.gate_proj.weight', f'{path}/shared/gate/kernel', layer, (shared, d), True),
-      Entry(f'{name}.up_proj.weight', f'{path}/shared/up/kernel', layer, (shared, d), True),
-      Entry(f'{name}.down_proj.weight', f'{path}/shared/down/kernel', layer, (d, shared), True),
-      Entry(f'{name}_gate.weight', f'{path}/shared_gate/kernel', layer, (1, d), True),
-  ]
 
 
 def _delta_rows(config):
