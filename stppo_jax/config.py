@@ -17,8 +17,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 
-DENSE_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-LORA_TARGETS = (*DENSE_TARGETS, 'in_proj_qkv', 'in_proj_z', 'out_proj')  # with delta-net layers
+LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # of gated delta-net layers
 
 
 # The formatter is off, so that each setting takes few lines.
@@ -153,7 +153,8 @@ class ModelSettings(Section):
   lora_rank: int = setting(0, 'rank of the adapters; 0: full training', at_least=0)
   lora_alpha: float = setting(16.0, 'adapters are scaled by alpha / rank', above=0)
   lora_targets: tuple[str, ...] = setting(
-      DENSE_TARGETS, "kernels with an adapter, by PEFT's names", items=LORA_TARGETS)
+      LORA_TARGETS, "kernels with an adapter, by PEFT's names",
+      items=LORA_TARGETS + DELTA_TARGETS)
 
 
 @dataclasses.dataclass

@@ -315,6 +315,7 @@ class TablesTest(absltest.TestCase):
     }
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
+    self.assertEqual(schema.DELTA_TARGETS, tuple(lora.DELTA_TARGETS))
     self.assertEqual(
         set(variant_lib.RATIOS),
         {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},

@@ -34,6 +34,9 @@ TARGETS = {
     'gate_proj': ('mlp/gate', 1),
     'up_proj': ('mlp/up', 1),
     'down_proj': ('mlp/down', 1),
+}
+# The same for gated delta-net layers.
+DELTA_TARGETS = {
     'in_proj_qkv': ('delta/qkv', 1),
     'in_proj_z': ('delta/z', 1),
     'out_proj': ('delta/out', 2),
@@ -48,7 +51,7 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
   kernel's A depends only on the key and the kernel's name, not on the other targets.
   """
   adapters: Params = {}
-  for index, (name, (path, contracted)) in enumerate(TARGETS.items()):
+  for index, (name, (path, contracted)) in enumerate((TARGETS | DELTA_TARGETS).items()):
     if name not in targets:
       continue
     part, module = path.split('/')
@@ -130,16 +133,19 @@ def adapters(params: Params) -> Params:
 
 
 def save_peft(
-    folder: str, adapters: Params, scale: float, layers_with: Callable[[str], list[int]]
+    folder: str,
+    adapters: Params,
+    scale: float,
+    layers_with: Callable[[str], list[int]] | None = None,
 ) -> None:
   """Writes adapters (NumPy arrays) as a folder of the PEFT library, which vLLM and SGLang read.
 
-  `layers_with` returns the numbers of the layers that have a part, such as 'attention'.
+  `layers_with` returns the numbers of the layers that have a part, such as 'attention'. None: all.
   """
   os.makedirs(folder)
   tensors = {}
   targets = []
-  for name, (path, _) in TARGETS.items():
+  for name, (path, _) in (TARGETS | DELTA_TARGETS).items():
     part, module = path.split('/')
     adapter = adapters['layers'].get(part, {}).get(module)
     if adapter is None:
@@ -147,7 +153,8 @@ def save_peft(
     targets.append(name)
     rank = adapter['lora_a'].shape[-1]
     parent = _PEFT_PARENTS.get(part, part)
-    for layer, a, b in zip(layers_with(part), adapter['lora_a'], adapter['lora_b'], strict=True):
+    numbers = layers_with(part) if layers_with else range(len(adapter['lora_a']))
+    for layer, a, b in zip(numbers, adapter['lora_a'], adapter['lora_b'], strict=True):
       prefix = f'base_model.model.model.layers.{layer}.{parent}.{name}'
       a = a.reshape(-1, rank)
       b = b.reshape(rank, -1)
