@@ -1,4 +1,4 @@
-"""The figures of docs/study.md: the set-up, final scores, learning rates and learning curves."""
+"""The figures of docs/study.md and docs/rows.md."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -60,6 +60,31 @@ def draw(methods: Methods, folder: str) -> None:
     for name, function in (('scores', draw_scores), ('rates', draw_rates), ('curves', draw_curves)):
       _save(function(methods), folder, name)
     _save(draw_setup(), folder, 'setup')
+
+
+def draw_rows(methods: Methods, folder: str) -> None:
+  """Writes rows.png: a panel per row with the held-out scores of its seeds, next to PPO's."""
+  matplotlib.use('Agg')
+  rows = {one.method: one for one in methods.values() if one.grid == 'rows' and one.num_runs}
+  others = [name for name in rows if name != PPO]
+  if PPO not in rows or not others:
+    return
+  with plt.rc_context(STYLE):  # type: ignore[arg-type]
+    height = -(-len(others) // 5)
+    figure, panels = plt.subplots(
+        height, 5, figsize=(9.4, 2.1 * height), layout='constrained', sharex=True, sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for axes in panels.flat[len(others) :]:
+      axes.axis('off')
+    for axes, name in zip(panels.flat, others):
+      for one, colour in ((rows[PPO], '#bbbbbb'), (rows[name], BLUE)):
+        curve = one.curve('score')
+        axes.plot(curve.steps, curve.runs.T, color=colour, linewidth=1.3)
+      axes.set(title=name, ylim=(0, 1), xticks=(0, 4, 8, 12))
+    for axes in panels[-1]:
+      axes.set_xlabel('update')
+    _save(figure, folder, 'rows')
 
 
 def draw_scores(methods: Methods) -> plt.Figure:

@@ -7,6 +7,7 @@ All rows have the embedded questions, the embedded model and twelve updates of 1
 that compare episodes have groups of eight. After the rows, nine examples run with their committed
 configs and two further seeds. A result is appended to research/results as soon as its run has
 ended. The same command continues after a stop, and a run that has a result is not repeated.
+`python -m research.page --config=research/study_rows.py` writes docs/rows.md from the results.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 from absl import logging
 
 from experiments import st_ppo_tiny
+from research import study_drawings
 from research.study import grid
 from research.study import results
 from research.study import runner
@@ -98,7 +100,13 @@ def get_study(mode: str = '') -> grid.Study:
   grids[EXAMPLES] = grid.Grid(
       examples, {'committed': {}}, seeds=EXAMPLE_SEEDS, baseline='plans', drawn=()
   )
-  return grid.Study(grids, results=RESULTS)
+  return grid.Study(
+      grids,
+      results=RESULTS,
+      page='docs',
+      templates='research/row_templates',
+      draw=study_drawings.draw_rows,
+  )
 
 
 def method(name: str) -> dict[str, Any]:

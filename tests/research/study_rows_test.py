@@ -1,19 +1,23 @@
 """The runs of rows and examples: what is planned, and which rate a row gets."""
 
+import pathlib
 import tempfile
 from unittest import mock
 
 from absl.testing import absltest
 
 from research import study_rows
+from research.page import build
 from research.study import grid
 from research.study import results
 from stppo_jax.algorithms import variants
 
 
-def metrics_of(final):
-  """metrics.jsonl of a run that stays at one score."""
-  return [{'step': step, 'val-core/all/em': final, 'actor/skipped': 0} for step in range(0, 13, 2)]
+def record_of(job, score):
+  """The record of a run that stays at one score."""
+  steps = range(0, job.updates + 1, 2)
+  rows = [{'step': step, job.score: score, 'actor/skipped': 0} for step in steps]
+  return results.system_record(job, rows, {})
 
 
 class StudyRowsTest(absltest.TestCase):
@@ -22,6 +26,14 @@ class StudyRowsTest(absltest.TestCase):
     super().setUp()
     self.folder = self.enterContext(tempfile.TemporaryDirectory())
     self.enterContext(mock.patch.object(study_rows, 'RESULTS', self.folder))
+
+  def add_search(self, scores):
+    """Adds records of a search, {row: scores in the order of the rates}."""
+    for job in self.plan():
+      by_rate = dict(zip(study_rows.RATES, scores.get(job.method, ())))
+      score = by_rate.get(job.overrides.get('actor.lr'))
+      if job.grid == study_rows.SEARCH and score is not None:
+        results.append(self.folder, record_of(job, score))
 
   def plan(self):
     return grid.plan(study_rows.get_study(), study_rows.get_config())
@@ -39,16 +51,28 @@ class StudyRowsTest(absltest.TestCase):
 
   def test_row_runs_at_its_best_rate(self):
     self.assertNotIn(study_rows.ROWS, study_rows.get_study().grids)
-    finals = {'ppo': (0.5, 0.7, 0.6), 'apo': (0.8, 0.7, 0.6), 'dpo': (0.1, 0.2)}
-    for job in self.plan():
-      scores = dict(zip(study_rows.RATES, finals.get(job.method, ())))
-      score = scores.get(job.overrides['actor.lr'])
-      if job.grid == study_rows.SEARCH and score is not None:
-        results.append(self.folder, results.system_record(job, metrics_of(score), {}))
+    self.add_search({'ppo': (0.5, 0.7, 0.6), 'apo': (0.8, 0.7, 0.6), 'dpo': (0.1, 0.2)})
     rows = [job for job in self.plan() if job.grid == study_rows.ROWS]
     rates = {job.method: job.overrides['actor.lr'] for job in rows}
     self.assertEqual(rates, {'ppo': study_rows.RATES[1], 'apo': study_rows.RATES[0]})
     self.assertCountEqual([job.seeds for job in rows], [(0,), (1,), (2,)] * 2)
+
+  def test_page_shows_what_has_run(self):
+    self.add_search({'ppo': (0.5, 0.7, 0.6), 'apo': (0.5, 0.7, 0.6)})
+    for job in self.plan():
+      is_example = job.name == 'examples/committed/creators/seed_1'
+      if job.grid == study_rows.ROWS or is_example:
+        results.append(self.folder, record_of(job, 0.75))
+    study = study_rows.get_study()
+    jobs = self.plan()
+    page = build.Page(study, jobs, results.planned(jobs, results.read(self.folder)))
+    text = page.markdown(build.read_templates(study.templates)['rows.md'])
+    row = r'\| `apo` \| \.500 \| \.700 \| \.600 \| 3 \| \.750 \| \.750 \| \.750 \|'
+    self.assertRegex(text, row)
+    self.assertIn('| `dpo` | not run | not run | not run | 0 | | | |', text)
+    self.assertIn('| `creators` | 1 | .750 |', text)
+    study.draw(page.methods, self.folder)
+    self.assertTrue(pathlib.Path(self.folder, 'rows.png').exists())
 
   def test_examples_run_with_their_configs(self):
     jobs = {job.name: job for job in self.plan() if job.grid == study_rows.EXAMPLES}
