@@ -86,7 +86,7 @@ def _agents(weights, addresses, number):
   config = _make_config(weights, number)
   model, params = prepare.load_policy(config)
   params = jax.tree.map(jax.numpy.asarray, params)
-  own = agents_lib.make_agent(config, model)
+  own = agents_lib.make_agent(config, components.resolve(config), model)
   agents = {'ours': own}
   for kind, address in addresses.items():
     config = _make_config(weights, number)  # an agent reads its own when it is opened

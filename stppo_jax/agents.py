@@ -1,27 +1,55 @@
-"""What plays the episodes of a config: an environment's agent, or an agent program's."""
+"""Makes the agent that plays the episodes of a config, as a subclass of `rollout.agent.Agent`."""
 
 import jax
 
+from stppo_jax import plugins
+from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.envs import program
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import prepare
+from stppo_jax.rollout import sampling
+
+# The modules of these two are imported when a config names an agent program or engines.
+_WITH_PROGRAM = 'stppo_jax.serving.rollouts:make_agent'
+_WITH_ENGINES = 'stppo_jax.rollout.engines:with_engines'
 
 
 def make_agent(
     config: Config,
+    parts: Components,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    prepared: prepare.Prepared | None = None,
 ) -> agent_lib.Agent:
-  """Builds the agent that plays the episodes of a config.
+  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first.
 
-  The agent steps an environment, or it runs an agent program that talks to the gateway.
+  The agent steps an environment, or it runs an agent program that talks to the gateway. This
+  process samples the turns, or the engines of config.rollout.engine do.
   """
-  prepared = prepared or prepare.prepare(config)
-  if isinstance(prepared.env.make, program.Program):
-    from stppo_jax.serving import rollouts  # the gateway, for agent programs only
-
-    return rollouts.make_agent(config, model, mesh, prepared)
-  return agent_lib.make_agent(config, model, mesh, prepared)
+  if isinstance(parts.env.make, program.Program):
+    make = plugins.resolve(_WITH_PROGRAM)
+    return make(config, parts, model, mesh)
+  tokenizer = parts.tokenizer
+  env = parts.env_with_retriever
+  stop_table = tokenizer_lib.stop_automaton(
+      tokenizer.token_bytes, env.stop_strings, env.skips_thoughts
+  )
+  num_policies = len(parts.policies)
+  sampler = agent_lib.make_sampler(
+      config, model, stop_table, tokenizer.eos_ids, mesh, env.rows_per_episode, num_policies
+  )
+  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * env.rows_per_episode
+  agent = agent_lib.Agent(
+      config=config,
+      tokenizer=tokenizer,
+      model=model,
+      env=env,
+      retriever=parts.retriever,
+      sampler=sampler,
+      greedy=sampler.greedy(eval_rows),
+  )
+  if config.rollout.engine:
+    add_engines = plugins.resolve(_WITH_ENGINES)
+    return add_engines(agent)
+  return agent

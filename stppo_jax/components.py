@@ -1,14 +1,16 @@
-"""The components that a config names: environment, retriever, reward, tools and tasks.
+"""The components that a config names: environment, retriever, reward, tools, tasks and tokenizer.
 
 A user replaces a component by naming one in the config, as in `env.kind='my_module:MyEnv'`.
-`resolve` runs right after validation and before weights are loaded, so that a wrong name costs
-nothing.
+`resolve` runs right after validation, so that a wrong name costs nothing. `Components.load` runs
+before weights are loaded, so that a component that does not fit the model costs seconds.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -21,11 +23,14 @@ from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import rewards
+from stppo_jax.models import hf_config
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from stppo_jax.types import without_surrogates
@@ -48,21 +53,66 @@ _MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 
 @dataclasses.dataclass(frozen=True)
 class Components:
-  """The checked components of a config. Nothing is loaded yet."""
+  """The components of a config. What needs files or a server is loaded when it is first used."""
 
   config: Config
   env: factory.EnvFactory  # without its retriever
-  retriever: Callable[..., Any]
+  make_retriever: Callable[..., Any]
   source: Callable[[str], list[Task]]  # split -> tasks
 
-  def make_retriever(self) -> retrieval_lib.Retriever | None:
-    """Returns the retriever with its corpus, or None if the environment does not search."""
+  @functools.cached_property
+  def tokenizer(self) -> tokenizer_lib.Tokenizer:
+    """The tokenizer of the policy."""
+    return prepare.load_tokenizer(self.config, self.env.frame)
+
+  @functools.cached_property
+  def retriever(self) -> retrieval_lib.Retriever | None:
+    """The retriever with its corpus, or None if the environment does not search."""
     if 'retriever' not in self.env.settings:
       return None
     data = self.config.data
     corpus = data.corpus or data.source
     load_corpus = lambda: tasks_lib.load_corpus(corpus)
-    return kinds.make(self.retriever, self.config.retriever, load_corpus)
+    return kinds.make(self.make_retriever, self.config.retriever, load_corpus)
+
+  @functools.cached_property
+  def env_with_retriever(self) -> factory.EnvFactory:
+    """The environment class with its retriever, if it takes one."""
+    return self.bind(self.retriever)
+
+  @property
+  def policies(self) -> tuple[str, ...]:
+    """The names of the policies that are trained, see `EnvFactory.policies`."""
+    return self.env.policies(self.config.model.role_parameters)
+
+  @functools.cached_property
+  def tasks(self) -> list[Task]:
+    """The tasks to train on."""
+    return self.load_tasks(self.config.data.train_split)
+
+  @functools.cached_property
+  def held_out(self) -> list[Task]:
+    """The tasks to evaluate on: a fixed sample of the split, or all of it."""
+    tasks = self.load_tasks(self.config.data.eval_split)
+    number = self.config.eval.episodes or len(tasks)
+    order = np.random.default_rng(0).permutation(len(tasks))[:number]
+    return [tasks[i] for i in sorted(order)]
+
+  def load(self) -> 'Components':
+    """Loads the tokenizer and the retriever, and returns itself. No weights are read.
+
+    UserError: a component does not fit the model's config.json, or the retriever does not answer.
+    """
+    prepare.check_positions(self.config)
+    prepare.check_tokenizer(self.config, self.tokenizer, self.env.frame)
+    check = getattr(self.retriever, 'check', None)
+    if check is not None and self.config.retriever.max_failed_share < 1:  # else no failure matters
+      hosts.by_writer(check)
+    return self
+
+  def check_prompts(self, tasks: Sequence[Task]) -> None:
+    """Encodes prompts of tasks and logs how many are too long. UserError: all of them."""
+    prepare.check_prompts(self.config, self.env_with_retriever, self.tokenizer, tasks)
 
   def bind(self, retriever: retrieval_lib.Retriever | None) -> factory.EnvFactory:
     """Returns the environment class with its retriever, if it takes one."""
@@ -84,13 +134,6 @@ class Components:
           f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"; "()" keeps all of them'
       )
     return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
-
-  def held_out_tasks(self) -> list[Task]:
-    """Returns the questions to evaluate on: a fixed sample of the split, or all of it."""
-    tasks = self.load_tasks(self.config.data.eval_split)
-    number = self.config.eval.episodes or len(tasks)
-    order = np.random.default_rng(0).permutation(len(tasks))[:number]
-    return [tasks[i] for i in sorted(order)]
 
 
 def resolve(config: Config) -> Components:
@@ -179,6 +222,20 @@ def plugin_digests(config: Config) -> dict[str, str]:
   if os.path.isfile(recorded):
     digests['rollout.demonstrations'] = _digest(recorded)
   return digests
+
+
+def sources(config: Config) -> dict[str, str]:
+  """Returns {setting: digest} of the plug-in files and model folders that the settings name."""
+  folders = {
+      'model.folder': prepare.model_folder(config),
+      'model.critic_folder': config.model.critic_folder,
+      'teacher.folder': config.teacher.folder,
+  }
+  digests = plugin_digests(config)
+  for setting, folder in folders.items():
+    if folder:
+      digests[setting] = hf_config.fingerprint(folder)
+  return {setting: digest for setting, digest in digests.items() if digest}
 
 
 def _digest(path: str) -> str:

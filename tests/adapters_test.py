@@ -378,7 +378,7 @@ class NamesTest(parameterized.TestCase):
   def test_seeds_are_the_tasks_without_a_data_file(self, package, kind):
     need(self, package)
     parts = resolve(kind)
-    self.assertIsNone(parts.make_retriever())
+    self.assertIsNone(parts.retriever)
     seeds = {split: {t.seed for t in parts.load_tasks(split)} for split in ('train', 'dev', 'test')}
     self.assertEqual(
         {split: len(s) for split, s in seeds.items()}, dict(train=10**4, dev=256, test=256)

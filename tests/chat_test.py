@@ -9,7 +9,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from experiments import st_ppo_tiny
-from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import guard
@@ -105,10 +104,8 @@ class ChatTest(parameterized.TestCase):
   )
   def test_environment_without_questions_is_rejected(self, kind, words):
     config = schema.Config(env=schema.EnvSettings(kind=kind))
-    prepared = mock.Mock(env=components.resolve(config).env)
-    with mock.patch.object(chat.prepare, 'prepare', return_value=prepared):
-      with self.assertRaisesRegex(UserError, words):
-        chat.make_agent(config, self.model, None)
+    with self.assertRaisesRegex(UserError, words):
+      chat.make_agent(config, self.model, None)
 
 
 class Procedural:

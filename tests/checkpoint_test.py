@@ -212,7 +212,7 @@ class BestTest(CheckpointCase):
       self.assertEqual([call.args[1] for call in saves.call_args_list], [3, 6, 7])
       self.assertEqual(steps(self.workdir), [6, 7])
       for which, updates in (('newest', 7), ('best', 6)):
-        state = micro_run.setup(config).learners.state
+        state = micro_run.make_learners(config).state
         part, found = recovery.restore_part(self.workdir, {'actor': state.actor}, which)
         with checkpoint.Checkpoints(self.workdir) as checkpoints:
           state = checkpoints.restore(updates, state)

@@ -185,7 +185,7 @@ class ResolveTest(parameterized.TestCase):
 
   def test_custom_retriever(self):
     parts = resolve(retriever__kind='a_users_module:own_search', retriever__top_k=7)
-    ((top_k, passages, query),) = parts.make_retriever().search(['who?'], 1)
+    ((top_k, passages, query),) = parts.retriever.search(['who?'], 1)
     self.assertEqual((top_k, query), (7, 'who?'))
     self.assertGreater(passages, 100)
 
@@ -200,14 +200,14 @@ class ResolveTest(parameterized.TestCase):
         retriever__encoder=dense_test.write_encoder(folder),
         retriever__embeddings=os.path.join(folder, 'vectors'),
         data__corpus=corpus,
-    ).make_retriever()
+    ).retriever
     self.assertIsInstance(retriever, expected)
     self.assertEqual(retriever.search(['paris'], 1)[0][0].id, 'p')
     self.assertLen(os.listdir(os.path.join(folder, 'vectors')), 1)
 
   def test_retriever_none_loads_no_corpus(self):
     parts = resolve(retriever__kind='none', env__max_searches=0, data__corpus='/no/such/file')
-    self.assertIsNone(parts.make_retriever())
+    self.assertIsNone(parts.retriever)
 
   def test_custom_task_function(self):
     parts = resolve(data__source='a_users_module:load', data__datasets=('b',))
@@ -220,7 +220,7 @@ class ResolveTest(parameterized.TestCase):
   def test_tasks_of_an_environment_may_share_an_id(self):
     parts = resolve(env__kind='a_users_module:Procedural')
     self.assertLen(parts.load_tasks('train'), 2)
-    self.assertLen(parts.held_out_tasks(), 2)
+    self.assertLen(parts.held_out, 2)
 
   @parameterized.parameters(
       ('load_nothing', 'no task'),

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 
+from stppo_jax import components
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import advantages
@@ -386,11 +387,10 @@ class PlayTest(parameterized.TestCase):
     self.enterContext(tiny_run.on_one_device())
 
   def batches(self, **values):
-    parts = run_lib.setup(make_config(**values))
-    learners = parts.learners
-    batches = run_lib.make_batches(
-        parts.config, parts.agent, learners.policy, parts.tasks, lambda: False
-    )
+    config = make_config(**values)
+    parts = components.resolve(config)
+    learners, agent = run_lib.setup(parts)
+    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, lambda: False)
     return batches, batches.copy(learners.actor)
 
   def test_batch_keeps_its_size_and_samples(self):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.algorithms import variants
@@ -218,11 +219,11 @@ class RunTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(text.replace('<answer> red</answer>', '<answer> tea</answer>'))
     with self.assertRaisesRegex(types.UserError, 'teacher.folder.*another tokenizer'):
-      run_lib.setup(self.make_config())
+      run_lib.setup(components.resolve(self.make_config()))
     os.remove(path)
     os.remove(os.path.join(self.teacher, 'tokenizer_config.json'))
     with self.assertRaisesRegex(types.UserError, 'holds no tokenizer'):
-      run_lib.setup(self.make_config())
+      run_lib.setup(components.resolve(self.make_config()))
 
   @parameterized.parameters(
       ({'teacher.folder': ''}, 'no advantage but that of a teacher'),

@@ -38,7 +38,6 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
@@ -746,7 +745,7 @@ class HttpFaultsTest(parameterized.TestCase):
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
     self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.check_stopped)
-    self.weights = batching.RemoteWeights(3, '/weights/000003')
+    self.weights = remote.RemoteWeights(3, '/weights/000003')
 
   def check_stopped(self):
     if self.stops.is_set():
@@ -1020,9 +1019,9 @@ class ApiTest(parameterized.TestCase):
     """After one failure of a route, `ensure` loads again or resumes."""
     engine = StatefulEngine()
     remote_engine = self.remote_engine('vllm', engine.send)
-    remote_engine.ensure(batching.RemoteWeights(3, '/weights/000003'))
+    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
     engine.failing = failing
-    weights = batching.RemoteWeights(4, '/weights/000004')
+    weights = remote.RemoteWeights(4, '/weights/000004')
     with self.assertRaises(http_client.Temporary):
       remote_engine.ensure(weights)
     self.assertNotEqual(engine.label, '0123abcd-3')
@@ -1047,7 +1046,7 @@ class ApiTest(parameterized.TestCase):
       return {'weight_version': '0123abcd-3'}
 
     engine = self.remote_engine('sglang', send)
-    engine.ensure(batching.RemoteWeights(3, '/weights/000003'))
+    engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
     self.assertEqual(paths, ['/model_info', '/continue_generation'])
 
   def test_engine_without_labels(self):
@@ -1123,11 +1122,12 @@ class GatewayTest(parameterized.TestCase):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     config = self.make_config(workdir, rollout__temperature=0.8)
     with self.engine(config) as address:
-      config.rollout.engine = address
       model, params = prepare.load_policy(config)
       params = jax.tree.map(lambda x: 1.05 * x, params)  # others than the engine's at its start
-      own = agents.make_agent(config, model)
-      tasks = components.resolve(config).held_out_tasks()
+      parts = components.resolve(config)
+      own = agents.make_agent(config, parts, model)
+      config.rollout.engine = address
+      tasks = parts.held_out
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       expected = own.play(params, tasks, keys, greedy=True)
       agent = engines_lib.with_engines(own)

@@ -48,13 +48,14 @@ class VllmTest(absltest.TestCase):
 
   def test_greedy_tokens_and_log_probs_equal_ours(self):
     config = st_ppo_tiny.get_config()
-    config.rollout.engine = self.address
     config.rollout.temperature = 0.8
     model, params = prepare.load_policy(config)
     params = jax.tree.map(lambda x: np.asarray(x) * 1.02, params)
-    own = agents.make_agent(config, model)
+    parts = components.resolve(config)
+    own = agents.make_agent(config, parts, model)
+    config.rollout.engine = self.address
     agent = engines_lib.with_engines(own)
-    tasks = components.resolve(config).load_tasks('train')[:200]
+    tasks = parts.load_tasks('train')[:200]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     expected = own.play(params, tasks, keys, greedy=True)
     with agent.opened(self.folder, 0, params, tasks, lambda: False):

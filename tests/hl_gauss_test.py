@@ -25,7 +25,6 @@ from stppo_jax.systems import hl_gauss
 from stppo_jax.training import loop
 from stppo_jax.training import objective
 from stppo_jax.training import recovery
-from stppo_jax.training import run as run_lib
 from stppo_jax.types import UserError
 from tests import update_test
 from tests.support import tiny_run
@@ -229,7 +228,7 @@ class RunTest(absltest.TestCase):
     )
     states = []
     for workdir in (straight, resumed):
-      learners = run_lib.setup(self.make_config()).learners
+      learners = tiny_run.load_learners(self.make_config())
       learners.restore(lambda like, workdir=workdir: recovery.restore_part(workdir, like)[0])
       states.append(learners.state)
     chex.assert_trees_all_equal(*states)
@@ -246,14 +245,14 @@ class RunTest(absltest.TestCase):
     self.assertLen(labels, 51)
     self.assertEqual(labels['0'], 'bin from -0.5 to -0.460784')
     in_folder = {'model.critic_folder': folder}
-    again = run_lib.setup(self.make_config(**in_folder)).learners.state
+    again = tiny_run.load_learners(self.make_config(**in_folder)).state
     chex.assert_trees_all_equal(again.critic, critic)
     moved = {'algorithm.value_high': 2.5} | in_folder
     with self.assertRaisesRegex(UserError, "is 'bin from -0.5 to -0.460784', .* value_high make"):
-      run_lib.setup(self.make_config(**moved))
+      tiny_run.load_learners(self.make_config(**moved))
     regression = {'algorithm.value_loss': 'mse'} | in_folder
     with self.assertRaisesRegex(UserError, 'has 51 outputs, and algorithm.value_loss needs 1'):
-      run_lib.setup(self.make_config(**regression))
+      tiny_run.load_learners(self.make_config(**regression))
 
 
 if __name__ == '__main__':

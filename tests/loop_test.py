@@ -91,7 +91,7 @@ def make_config(**values):
 
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
-  state = run_lib.setup(config).learners.state
+  state = tiny_run.load_learners(config).state
   with checkpoint.Checkpoints(workdir) as checkpoints:
     return jax.device_get(checkpoints.restore(updates, state))
 
@@ -321,7 +321,7 @@ class LoopTest(parameterized.TestCase):
             'critic.weight_decay': 0.0,
         }
     )
-    before = jax.device_get(run_lib.setup(config).learners.state)
+    before = jax.device_get(tiny_run.load_learners(config).state)
     run = os.path.join(self.workdir, 'run')
     with self.assertLogs('absl', 'WARNING') as caught:
       loop.start(config, run)
@@ -489,7 +489,7 @@ class LoopTest(parameterized.TestCase):
     # What was checkpointed after update 1 is what the run began with, and still finite.
     after = state_after(config, self.workdir, 1)
     chex.assert_trees_all_equal(
-        after.actor, jax.device_get(run_lib.setup(config).learners.state.actor)
+        after.actor, jax.device_get(tiny_run.load_learners(config).state.actor)
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from stppo_jax import components
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
@@ -26,7 +27,6 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
-from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -399,7 +399,7 @@ class RunTest(absltest.TestCase):
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
         folder = policy_lib.export(config, self.workdir)
-      learner = run_lib.setup(config).learners
+      learner = tiny_run.load_learners(config)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
@@ -422,7 +422,7 @@ class RunTest(absltest.TestCase):
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
     ends = json.loads(pathlib.Path(folder, 'config.json').read_text())['eos_token_id']
-    self.assertIn(ends, run_lib.setup(config).agent.tokenizer.eos_ids)  # the source names none
+    self.assertIn(ends, components.resolve(config).tokenizer.eos_ids)  # the source names none
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
     raw = json.loads((source / 'config.json').read_text())
@@ -435,11 +435,11 @@ class RunTest(absltest.TestCase):
     self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
-    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.frozen
+    shared = tiny_run.load_learners(loop_test.make_config(**{'model.lora_rank': 2})).frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
-    apart = run_lib.setup(
+    apart = tiny_run.load_learners(
         loop_test.make_config(
             **{
                 'model.lora_rank': 2,
@@ -447,11 +447,11 @@ class RunTest(absltest.TestCase):
                 'model.lora_targets': ('q_proj',),
             }
         )
-    ).learners
+    )
     self.assertNotIn('lm_head', apart.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
-    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.frozen
+    full = tiny_run.load_learners(loop_test.make_config(**in_loss)).frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

@@ -16,7 +16,6 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.planning import plan
 from stppo_jax.training import loop
-from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -110,7 +109,7 @@ class RunTest(absltest.TestCase):
       loop.start(loop_test.make_config(**values), here)
     loop.start(loop_test.make_config(**values, **{'train.updates': 1}), moved)
     config = loop_test.make_config(**values, **ON_HOST)
-    learners = run_lib.setup(config).learners
+    learners = tiny_run.load_learners(config)
     state = learners.state
     self.assertEqual(
         kinds((state.actor_opt, state.critic_opt, state.critic, learners.frozen.reference)),

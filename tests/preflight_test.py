@@ -20,6 +20,7 @@ import numpy as np
 
 from experiments import st_ppo_tiny
 from stppo_jax import agents
+from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
@@ -156,7 +157,7 @@ class BeforeWeightsTest(PreflightCase):
     config = make_config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'Who is ' + 'he ' * 200, ('x',))]
     with self.assertLogs('absl', 'WARNING') as logs:
-      prepare.check_prompts(config, prepare.prepare(config), tasks)
+      components.resolve(config).check_prompts(tasks)
     self.assertIn('1 of 2 prompts', logs.output[0])
 
   def test_unplayable_prompts_are_counted(self):
@@ -243,7 +244,7 @@ class EvaluateTest(PreflightCase):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
     policy = mock.Mock(updates=0, description='untrained')
     agent = mock.Mock(**{'play.return_value': [episode], 'env.rows_per_episode': 1})
-    loaded = (policy, mock.Mock(), [types.Task('a')])
+    loaded = (policy, mock.Mock(held_out=[types.Task('a')]))
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
     self.enterContext(mock.patch.object(agents, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):

@@ -19,6 +19,7 @@ import chex
 import jax
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax.evaluation import sample
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -315,16 +316,16 @@ class ResumeTest(parameterized.TestCase):
   def test_restores_onto_another_mesh(self):
     config = make_config(**{'train.updates': 1})
     micro_run.train(config, self.workdir, mesh=(1, 2, 4))
-    many = micro_run.setup(config, mesh=(1, 2, 4))
+    many = micro_run.make_learners(config, mesh=(1, 2, 4))
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
-      many_state = checkpoints.restore(1, many.learners.state)
-      one = micro_run.setup(config)
-      one_state = checkpoints.restore(1, one.learners.state)
+      many_state = checkpoints.restore(1, many.state)
+      one = micro_run.make_learners(config)
+      one_state = checkpoints.restore(1, one.state)
     kernel = many_state.actor['mlp']['up']['kernel']
     self.assertEqual(kernel.addressable_shards[0].data.shape, (1, 4, 2))
     self.assertEqual(one_state.actor['mlp']['up']['kernel'].sharding.num_devices, 1)
     chex.assert_trees_all_equal(jax.device_get(many_state), jax.device_get(one_state))
-    like = {'actor': one.learners.state.actor}  # as evaluation and export read it
+    like = {'actor': one.state.actor}  # as evaluation and export read it
     part, _ = recovery.restore_part(self.workdir, like)
     chex.assert_trees_all_equal(jax.device_get(part['actor']), jax.device_get(one_state.actor))
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
@@ -396,7 +397,7 @@ class StalenessTest(parameterized.TestCase):
       return learned
 
     config = make_config(**{'pipeline.staleness': staleness, 'train.updates': updates})
-    after[0] = jax.device_get(micro_run.setup(config).learners.state.actor)
+    after[0] = jax.device_get(micro_run.make_learners(config).state.actor)
     with mock.patch.object(pipelines.Batches, 'sample', watched_sample):
       with mock.patch.object(learner_lib.Learners, 'update', watched_update):
         micro_run.train(config, self.workdir)
@@ -490,10 +491,10 @@ class JsonTest(absltest.TestCase):
 
   def test_batches_survive_bit_exactly(self):
     config = make_config(**{'rollout.group_size': 2})
-    parts = micro_run.setup(config)
-    policy = parts.learners.policy
-    batches = run_lib.make_batches(config, parts.agent, policy, parts.tasks, lambda: False)
-    batch = batches.sample(parts.learners.actor, 3, 1)
+    parts = components.resolve(config)
+    learners, agent = micro_run.setup(parts)
+    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, lambda: False)
+    batch = batches.sample(learners.actor, 3, 1)
     turn = batch.episodes[0].turns[0]
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf, np.nan], np.float32)
     turn.tokens, turn.observation = np.arange(4, dtype=np.int32), np.array([7], np.int32)

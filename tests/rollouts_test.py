@@ -56,7 +56,7 @@ def play_search(task, base_url, model, max_turns=4):
 
 @functools.cache
 def retriever():
-  return prepare.prepare(make_config('search')).retriever
+  return components.resolve(make_config('search')).retriever
 
 
 def once(task, base_url, model):
@@ -164,15 +164,19 @@ def model_and_params():
   return prepare.load_policy(make_config('search'))
 
 
+def make_agent(config, model):
+  return agents.make_agent(config, components.resolve(config), model)
+
+
 @functools.cache
 def shared_sampler():
   """One compiled sampler for all tests."""
-  return agents.make_agent(make_config(THIS + ':once'), model_and_params()[0]).sampler
+  return make_agent(make_config(THIS + ':once'), model_and_params()[0]).sampler
 
 
 def play(config, tasks, **kwargs):
   model, params = model_and_params()
-  agent = agents.make_agent(config, model)
+  agent = make_agent(config, model)
   if isinstance(agent, rollouts.ProgramAgent):
     agent.sampler = agent.greedy = shared_sampler()
   keys = episode_loop.row_keys(jax.random.key(3), tasks)
@@ -302,8 +306,7 @@ class ProgramAgentTest(parameterized.TestCase):
   def test_program_writes_its_own_prompts(self):
     config = make_config(THIS + ':once')
     config.rollout.max_prompt = 2
-    prepared = prepare.prepare(config)
-    prepare.check_prompts(config, prepared, make_tasks(2))  # no error
+    components.resolve(config).check_prompts(make_tasks(2))  # no error
 
   def test_config_scores_program_without_reward(self):
     config = make_config(THIS + ':once')
@@ -315,7 +318,7 @@ class ProgramAgentTest(parameterized.TestCase):
     config = make_config(THIS + ':once')
     config.rollout.routing_replay = 'sampling'
     with self.assertRaisesRegex(types.UserError, 'does not support rollout.routing_replay: '):
-      agents.make_agent(config, model_and_params()[0])
+      make_agent(config, model_and_params()[0])
 
   def test_give_up_ends_the_programs(self):
     with self.assertRaises(types.Stopped):
@@ -324,7 +327,7 @@ class ProgramAgentTest(parameterized.TestCase):
   @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
   def test_unknown_program_is_one_line(self, kind):
     with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
-      prepare.prepare(make_config(kind))
+      components.resolve(make_config(kind))
 
 
 COMMAND = """

@@ -21,7 +21,6 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
-from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.trajectories import saved
 from stppo_jax.types import RunError
@@ -49,7 +48,7 @@ def tearDownModule():
 
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
-  state = run_lib.setup(config).learners.state
+  state = tiny_run.load_learners(config).state
   with checkpoint.Checkpoints(workdir) as checkpoints:
     return jax.device_get(checkpoints.restore(updates, state))
 

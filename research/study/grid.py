@@ -35,7 +35,6 @@ from research.toy import settings as toy_settings
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
-from stppo_jax.rollout import prepare
 from stppo_jax.training import objective
 from stppo_jax.types import UserError
 
@@ -295,7 +294,7 @@ def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
       for path, _, value in validation.fields(config)
       if path not in free and value != default[path]
   }
-  return found | _sources(prepare.sources(config))
+  return found | _sources(components.sources(config))
 
 
 def _sources(digests: Mapping[str, str]) -> dict[str, str]:

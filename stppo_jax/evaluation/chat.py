@@ -18,6 +18,7 @@ from typing import TextIO
 from absl import logging
 import jax
 
+from stppo_jax import components
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.config import Config
@@ -75,8 +76,8 @@ def chat(
 
 def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> agent_lib.Agent:
   """Returns the agent of an evaluation with one row, whose environment shows its turns."""
-  prepared = prepare.prepare(config)
-  env = prepared.env
+  parts = components.resolve(config)
+  env = parts.env
   players.check_environment(config.env.kind, env)
   if env.load_tasks is not None:
     raise UserError(
@@ -86,21 +87,21 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   settings = dict(env.settings)
   if 'reward' in settings:
     settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
-  tokenizer = prepared.tokenizer
-  framing = tokenizer_lib.make_framing(tokenizer, env.frame, config.rollout.max_observation)
 
   def cut(text):
+    tokenizer = parts.tokenizer
+    framing = tokenizer_lib.make_framing(tokenizer, env.frame, config.rollout.max_observation)
     return tokenizer.decode(framing.encode(text, ()))
 
   def make_shown(task, **kwargs):
     return ShownEnv(env.make(task, **kwargs), screen, cut)
 
   shown = dataclasses.replace(env, make=make_shown, settings=settings)
-  prepared = dataclasses.replace(prepared, env=shown)
+  parts = dataclasses.replace(parts, env=shown).load()
   rollout = dataclasses.replace(config.rollout, rows=1, max_failed=0.0, threads=0)
   one_row = dataclasses.replace(config.eval, rows=1)
   config = dataclasses.replace(config, rollout=rollout, eval=one_row)
-  return players.make_agent(config, model, prepared)
+  return players.make_agent(config, parts, model)
 
 
 def _typed_lines() -> Iterator[str]:

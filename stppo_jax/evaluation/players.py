@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stppo_jax import agents
 from stppo_jax import types
+from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -71,16 +72,13 @@ def check_environment(name: str, env: factory.EnvFactory) -> None:
     )
 
 
-def make_agent(
-    config: Config, model: decoder.ModelConfig, prepared: prepare.Prepared
-) -> agent_lib.Agent:
-  """Returns the agent of a config with the temperature of its evaluation."""
+def make_agent(config: Config, parts: Components, model: decoder.ModelConfig) -> agent_lib.Agent:
+  """Returns the agent of an evaluation, with its temperature. No engines sample for it."""
+  rollout = dataclasses.replace(config.rollout, engine='')
   if temperature(config):
-    rollout = dataclasses.replace(
-        config.rollout, temperature=temperature(config), rows=config.eval.rows
-    )
-    config = dataclasses.replace(config, rollout=rollout)
-  return agents.make_agent(config, model, sharding.mesh_of(config.mesh), prepared)
+    rollout = dataclasses.replace(rollout, temperature=temperature(config), rows=config.eval.rows)
+  config = dataclasses.replace(config, rollout=rollout)
+  return agents.make_agent(config, parts, model, sharding.mesh_of(config.mesh))
 
 
 def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
@@ -110,7 +108,8 @@ class LocalPlayer(Player):
   """A checkpoint of a run, or the model before training, played by the run's own agent."""
 
   def __init__(self, config: Config, workdir: str, stop_requested: Callable[[], bool]):
-    policy, prepared, self.tasks = policy_lib.load(config, workdir)
+    policy, parts = policy_lib.load(config, workdir)
+    self.tasks = parts.held_out
     self.batch = _ROUNDS * config.eval.rows
     self.description = policy.description
     self.label = f'{policy.updates:06d}' if policy.updates else 'untrained'
@@ -123,7 +122,7 @@ class LocalPlayer(Player):
     self._config = config
     self._is_greedy = temperature(config) == 0
     self._stop_requested = stop_requested
-    self._agent = make_agent(config, policy.model, prepared)
+    self._agent = make_agent(config, parts, policy.model)
     if hasattr(self._agent.retriever, 'give_up'):
       self._agent.retriever.give_up = stop_requested
     self._params = self._agent.sampler.copy(policy.params)

@@ -11,7 +11,6 @@ from absl import logging
 import jax
 
 from stppo_jax import components
-from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
@@ -36,8 +35,8 @@ class Policy(NamedTuple):
   description: str  # for the log: 'runs/x after 56 updates'
 
 
-def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[types.Task]]:
-  """Returns (policy, parts of its agent, held-out questions) of an evaluation.
+def load(config: Config, workdir: str) -> tuple[Policy, components.Components]:
+  """Returns (policy, components) of an evaluation.
 
   config.eval.checkpoint names the checkpoint. The untrained policy needs config.train.updates=0, so
   that a mistyped folder is an error. A config that does not fit the checkpoint is an error, and
@@ -45,20 +44,20 @@ def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[t
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-    sources = prepare.sources(config)
+    sources = components.sources(config)
     for field in hosts.by_writer(workdir_lib.changed_plugins, workdir, sources):
       logging.warning(
           'what config.%s names has changed since %s was trained: the scores are by the new one',
           field,
           workdir,
       )
-  questions = components.resolve(config).held_out_tasks()
-  hosts.require_same('questions', [task.id for task in questions])
-  prepared = prepare.prepare(config)
-  prepare.check_prompts(config, prepared, questions)
+  parts = components.resolve(config)
+  hosts.require_same('questions', [task.id for task in parts.held_out])
+  parts.load()
+  parts.check_prompts(parts.held_out)
   if not config.train.updates:
-    return _untrained(config, all_policies=True), prepared, questions
-  return _trained(config, workdir, all_policies=True), prepared, questions
+    return _untrained(config, all_policies=True), parts
+  return _trained(config, workdir, all_policies=True), parts
 
 
 # The settings that determine a checkpoint's arrays.
@@ -115,7 +114,7 @@ def _untrained(config: Config, all_policies: bool) -> Policy:
 
 
 def _trained(config: Config, workdir: str, all_policies: bool) -> Policy:
-  parts, actors, updates = _read(config, workdir)
+  models, actors, updates = _read(config, workdir)
   description = f'{workdir} after {updates} updates'
   roles = list(actors)
   if len(roles) > 1 and not all_policies:
@@ -126,8 +125,8 @@ def _trained(config: Config, workdir: str, all_policies: bool) -> Policy:
       )
     roles = [role]
     description += f', role {role}'
-  policies = [parts.frozen.policy(actors[role]) for role in roles]
-  return Policy(parts.model, _one_or_list(policies), updates, description)
+  policies = [models.frozen.policy(actors[role]) for role in roles]
+  return Policy(models.model, _one_or_list(policies), updates, description)
 
 
 def _one_or_list(values):
@@ -155,8 +154,8 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
     model = prepare.load_shape(config, head, folder, variant.value_labels)
     return model, decoder.shapes(model)
 
-  parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
-  like = sharding.placed(parts.actor, place(parts.actor))
+  models = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
+  like = sharding.placed(models.actor, place(models.actor))
   policies = _policies(config)
   wanted = {'actor': like}
   if len(policies) > 1:
@@ -165,8 +164,8 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run continue')
   if len(policies) == 1:
-    return parts, {'': restored['actor']}, updates
-  return parts, {name: restored[name]['actor'] for name in policies}, updates
+    return models, {'': restored['actor']}, updates
+  return models, {name: restored[name]['actor'] for name in policies}, updates
 
 
 def export(config: Config, workdir: str) -> str:
@@ -183,11 +182,11 @@ def export(config: Config, workdir: str) -> str:
         'the --config of its training'
     )
   _check_trained(config, workdir)
-  parts, actors, updates = _read(config, workdir)
+  models, actors, updates = _read(config, workdir)
   folder = os.path.join(workdir, 'export')
   source = prepare.model_folder(config)
   dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
-  bare = dataclasses.replace(parts.model, head='tokens')
+  bare = dataclasses.replace(models.model, head='tokens')
   ends = prepare.load_tokenizer(config).eos_ids
   for role, actor in actors.items():
     params = actor
@@ -195,7 +194,7 @@ def export(config: Config, workdir: str) -> str:
       from stppo_jax.models import lora
 
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
-      params = merge(parts.frozen.actor, actor, bare.lora_scale)
+      params = merge(models.frozen.actor, actor, bare.lora_scale)
     convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)
     if hosts.is_writer():
       add_chat_template(config, os.path.join(folder, role))

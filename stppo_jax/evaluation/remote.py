@@ -54,7 +54,7 @@ class RemotePlayer(players.Player):
       raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)
     players.check_environment(config.env.kind, parts.env)
-    self.tasks = parts.held_out_tasks()
+    self.tasks = parts.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
     self.identity = {
@@ -63,7 +63,7 @@ class RemotePlayer(players.Player):
         'instances': 'of the task',  # version 0.6 had none, and other instances
     }
     self._config = config
-    self._env = parts.bind(parts.make_retriever())
+    self._env = parts.env_with_retriever
     self._stop_requested = stop_requested
     self._abandoned = threading.Event()
     self._guard = prepare.make_guard(config, self._abandoned.is_set)

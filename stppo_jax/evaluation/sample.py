@@ -16,7 +16,6 @@ from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import run as run_lib
 from stppo_jax.trajectories import saved
@@ -34,14 +33,17 @@ def sample(
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
-  questions = components.resolve(config).load_tasks(config.data.train_split)
+  parts = components.resolve(config)
+  questions = parts.tasks
   hosts.require_same('questions', [task.id for task in questions])
-  prepared = prepare.prepare(config)
-  prepare.check_prompts(config, prepared, questions)
+  parts.load()
+  parts.check_prompts(questions)
   loaded = policy.policy(config, workdir, all_policies=True)
   folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
-  agent = agents.make_agent(config, loaded.model, mesh, prepared)
+  own_sampler = dataclasses.replace(config.rollout, engine='')
+  agent_config = dataclasses.replace(config, rollout=own_sampler)
+  agent = agents.make_agent(agent_config, parts, loaded.model, mesh)
   batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_requested)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)
@@ -70,7 +72,7 @@ def folder_name(config: Config, workdir: str, updates: int) -> str:
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
   values = dataclasses.asdict(config)
   depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}
-  depends |= {'episodes': config.train.episodes} | prepare.sources(config)
+  depends |= {'episodes': config.train.episodes} | components.sources(config)
   depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
   text = json.dumps(depends, sort_keys=True)
   digest = zlib.crc32(text.encode())

@@ -120,35 +120,6 @@ class Agent:
     return None
 
 
-def make_agent(
-    config,
-    model: decoder.ModelConfig,
-    mesh: jax.sharding.Mesh | None = None,
-    prepared: prepare.Prepared | None = None,
-) -> Agent:
-  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
-  prepared = prepared or prepare.prepare(config)
-  tokenizer = prepared.tokenizer
-  stop_table = tokenizer_lib.stop_automaton(
-      tokenizer.token_bytes, prepared.env.stop_strings, prepared.env.skips_thoughts
-  )
-  rows_per_episode = prepared.env.rows_per_episode
-  num_policies = len(prepared.policies)
-  sampler = make_sampler(
-      config, model, stop_table, tokenizer.eos_ids, mesh, rows_per_episode, num_policies
-  )
-  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * rows_per_episode
-  return Agent(
-      config=config,
-      tokenizer=tokenizer,
-      model=model,
-      env=prepared.env,
-      retriever=prepared.retriever,
-      sampler=sampler,
-      greedy=sampler.greedy(eval_rows),
-  )
-
-
 def make_sampler(
     config,
     model: decoder.ModelConfig,

@@ -37,14 +37,6 @@ class Unsampled:
   params: Any  # a `copy` of the parameters that are to sample it
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteWeights:
-  """A version of the policy, written for the engines."""
-
-  version: int  # updates of the policy
-  folder: str
-
-
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
   """Returns the random keys of a batch, on the CPU: (for sampling, for its mini-batches)."""
   key = jax.random.fold_in(hosts.random_key(seed), number)

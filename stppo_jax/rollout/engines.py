@@ -51,6 +51,16 @@ class RemoteBatches(pipeline.Batches):
       return wait()
     return self.restored(hosts.by_writer(lambda: pipeline.to_json(wait())))
 
+  def to_save(
+      self, ahead: Sequence[batching.Sampled | batching.Unsampled]
+  ) -> list[batching.Sampled | batching.Unsampled]:
+    """Returns those of the batches ahead that a checkpoint holds.
+
+    Choice: leaves out batches that are still to be sampled. A resumed run samples them with the
+    weights that it has then.
+    """
+    return [batch for batch in ahead if isinstance(batch, batching.Sampled)]
+
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run, on process 0."""
     if hosts.num_processes() == 1:
@@ -170,7 +180,7 @@ def _write(model, engine_kind, has_adapters, params, folder):
 
 
 def with_engines(agent: agent_lib.Agent) -> RemoteAgent:
-  """Returns the agent of training with the engines of config.rollout.engine as its sampler."""
+  """Returns an agent with the engines of config.rollout.engine as its sampler."""
   fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
   fields['run'] = remote.run
   fields['batches'] = RemoteBatches

@@ -31,7 +31,6 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout.batching import batch_keys
-from stppo_jax.rollout.batching import RemoteWeights
 from stppo_jax.rollout.batching import Sampled
 from stppo_jax.rollout.batching import Unsampled
 
@@ -150,6 +149,10 @@ class Batches:
       task = questions[row['group'] // self.rows_per_episode]
       tasks.append(known.get(row['task'], task))
     return from_json(record, tasks)
+
+  def to_save(self, ahead: Sequence[Sampled | Unsampled]) -> list[Sampled | Unsampled]:
+    """Returns those of the batches ahead that a checkpoint holds."""
+    return list(ahead)
 
   def _first_sizes(self, questions):
     """Returns the number of episodes to sample of each group."""
@@ -328,13 +331,11 @@ class Pipeline:
       self._queue.appendleft(_QueuedBatch(batch))
 
   def contents(self) -> list[Sampled | Unsampled]:
-    """Returns the batches ahead that a checkpoint holds, the next one first.
+    """Returns the batches ahead, the next one first.
 
-    Waits for none, finished or not. Choice: leaves out batches that engines are still to sample. A
-    resumed run samples them with the weights that it has then.
+    Waits for none, finished or not.
     """
-    batches = [queued.batch for queued in self._queue]
-    return [batch for batch in batches if not _is_remote(batch)]
+    return [queued.batch for queued in self._queue]
 
   def idle(self) -> threading.Lock:
     """Context manager that pauses background sampling, so that evaluation can use the sampler."""
@@ -355,10 +356,6 @@ class Pipeline:
       with self._sampling:
         queued.batch = self._sample(batch.params, batch.number, batch.staleness)
     return queued.batch
-
-
-def _is_remote(batch):
-  return isinstance(batch, Unsampled) and isinstance(batch.params, RemoteWeights)
 
 
 @dataclasses.dataclass

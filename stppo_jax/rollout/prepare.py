@@ -1,6 +1,6 @@
-"""Loads the parts of an agent that a config names, and checks that they fit together.
+"""Loads the models and the tokenizer that a config names, and checks that they fit together.
 
-`prepare` and `check_prompts` run before any weights are loaded, so that a mistake costs seconds.
+The checks run before any weights are loaded, so that a mistake costs seconds.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,9 @@ import dataclasses
 import os
 import pathlib
 import time
-from typing import Any
 
 from absl import logging
 
-from stppo_jax import components
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -44,52 +42,9 @@ _RESERVED_ARGUMENTS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-  """The parts of an agent, except for its models."""
-
-  tokenizer: tokenizer_lib.Tokenizer
-  env: factory.EnvFactory  # with its retriever
-  retriever: Any
-  policies: tuple[str, ...]  # see `EnvFactory.policies`
-
-
-def prepare(config) -> Prepared:
-  """Loads tokenizer, environment class and retriever; checks them against the model's config.json.
-
-  No weights are read. UserError: a part does not fit the model, or the retriever does not answer.
-  """
-  model = load_shape(config)
-  _check_positions(config, model, 'model.folder')
-  parts = components.resolve(config)
-  policies = parts.env.policies(config.model.role_parameters)
-  tokenizer = load_tokenizer(config, parts.env.frame)
-  tokenizer_lib.check_matches(tokenizer, model.vocab_size)
-  if config.model.critic_folder:
-    _check_critic(config, model, tokenizer)
-  # A tokenizer that cannot frame observations is an error now.
-  tokenizer_lib.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
-  retriever = make_retriever(config, parts)
-  return Prepared(tokenizer, parts.bind(retriever), retriever, policies)
-
-
 def model_folder(config) -> str:
   """Returns the folder of the policy's weights."""
   return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
-
-
-def sources(config) -> dict[str, str]:
-  """Returns {setting: digest} of the plug-in files and model folders that the settings name."""
-  folders = {
-      'model.folder': model_folder(config),
-      'model.critic_folder': config.model.critic_folder,
-      'teacher.folder': config.teacher.folder,
-  }
-  digests = components.plugin_digests(config)
-  for setting, folder in folders.items():
-    if folder:
-      digests[setting] = hf_config.fingerprint(folder)
-  return {setting: digest for setting, digest in digests.items() if digest}
 
 
 def load_policy(
@@ -175,15 +130,6 @@ def load_tokenizer(config, frame: str = 'inline') -> tokenizer_lib.Tokenizer:
   return tokenizer
 
 
-def make_retriever(config, parts: components.Components) -> Any:
-  """Returns the retriever, or None. UserError: it does not answer."""
-  retriever = parts.make_retriever()
-  check = getattr(retriever, 'check', None)
-  if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
-    hosts.by_writer(check)
-  return retriever
-
-
 def limits(config) -> episode_lib.EpisodeLimits:
   """Returns the limits of an episode."""
   rollout = config.rollout
@@ -202,6 +148,21 @@ def make_guard(config, gives_up: Callable[[], bool] = lambda: False) -> guard_li
     return guard_lib.Guard(rollout.env_timeout_s, gives_up, in_place=rollout.threads == 0)
   # All processes have to raise Stopped together, after the calls of this turn.
   return guard_lib.Guard(rollout.env_timeout_s, hosts.anywhere('stop', gives_up), raises=False)
+
+
+def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer, frame: str) -> None:
+  """Raises a UserError if the policy, its critic or the frame of observations do not fit."""
+  model = load_shape(config)
+  tokenizer_lib.check_matches(tokenizer, model.vocab_size)
+  if config.model.critic_folder:
+    _check_critic(config, model, tokenizer)
+  # A tokenizer that cannot frame observations is an error now.
+  tokenizer_lib.make_framing(tokenizer, frame, config.rollout.max_observation)
+
+
+def check_positions(config) -> None:
+  """Raises a UserError if the policy has too few positions for config.rollout.max_total."""
+  _check_positions(config, load_shape(config), 'model.folder')
 
 
 def _check_positions(config, model, field):
@@ -255,14 +216,16 @@ def _check_same_tokens(setting, folder, tokenizer):
       )
 
 
-def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
+def check_prompts(
+    config, env: factory.EnvFactory, tokenizer: tokenizer_lib.Tokenizer, tasks: Sequence[types.Task]
+) -> None:
   """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them.
 
   An agent program writes its own prompts, which `rollout.max_total` limits.
   """
-  if isinstance(prepared.env.make, program.Program):
+  if isinstance(env.make, program.Program):
     return
-  lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
+  lengths = hosts.by_writer(_prompt_lengths, config, env, tokenizer, tasks)
   longest = episode_lib.longest_prompt(limits(config))
   num_long = sum(not 0 < length <= longest for length in lengths)
   if not num_long:
@@ -284,7 +247,7 @@ def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> No
   )
 
 
-def _prompt_lengths(config, prepared, tasks):
+def _prompt_lengths(config, env, tokenizer, tasks):
   """Returns the lengths of the prompts of tasks spread over the list."""
   end = time.monotonic() + _MAX_SECONDS
   guard = make_guard(config)
@@ -293,11 +256,11 @@ def _prompt_lengths(config, prepared, tasks):
   errors = []
   for task in tasks[::stride]:
     seed = config.seed if task.seed is None else task.seed
-    observation, info = stepping.reset(prepared.env(task, seed, guard), seed)
+    observation, info = stepping.reset(env(task, seed, guard), seed)
     if error := info.get('environment_error'):
       errors.append(f'{error}, on task {task.id!r}, before its first turn')
     else:
-      lengths.append(len(episode_lib.first_prompt(prepared.tokenizer, observation, info)))
+      lengths.append(len(episode_lib.first_prompt(tokenizer, observation, info)))
     if time.monotonic() > end:
       break
   if errors and not (lengths and config.rollout.max_failed):

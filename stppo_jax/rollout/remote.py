@@ -41,7 +41,6 @@ import requests
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine as engine_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
@@ -78,6 +77,14 @@ _VERSION = re.compile(r'\d{6,}(\.partial)?')  # the name of a version's folder
 
 class BadLogprob(http_client.Temporary):
   """A turn with a number that is no log-prob of a sampled token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteWeights:
+  """A version of the policy, written for the engines."""
+
+  version: int  # updates of the policy
+  folder: str
 
 
 class RemoteEngine:
@@ -128,7 +135,7 @@ class RemoteEngine:
   def sample(
       self,
       request: servers.TurnRequest,
-      wanted: Callable[[], batching.RemoteWeights],
+      wanted: Callable[[], RemoteWeights],
       passes_on: bool = False,
   ) -> tuple[servers.TurnAnswer, int]:
     """Samples a turn with the weights that `wanted` returns; returns it with their version.
@@ -188,7 +195,7 @@ class RemoteEngine:
       if time.monotonic() - started > _PASS_ON_S:
         raise http_client.Temporary(f'{self.address} still loads weights', is_busy=True)
 
-  def ensure(self, weights: batching.RemoteWeights) -> None:
+  def ensure(self, weights: RemoteWeights) -> None:
     """Gives the engine these weights unless it has them. No turn may start meanwhile.
 
     An engine without requests for _IDLE_S may have been started again, and is asked for its
@@ -319,15 +326,15 @@ class WeightFolders:
     self._versions = itertools.count(first_version)
     self._num_versions = num_versions
     self._write = write
-    self._written: list[batching.RemoteWeights] = []
+    self._written: list[RemoteWeights] = []
     self._leaves: list[jax.Array] = []  # leaves of the parameters of the newest version
 
   @property
-  def newest(self) -> batching.RemoteWeights:
+  def newest(self) -> RemoteWeights:
     """The version that was written last."""
     return self._written[-1]
 
-  def copy(self, params: Any) -> batching.RemoteWeights:
+  def copy(self, params: Any) -> RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
 
     All processes call it. The folder appears complete, under its final name.
@@ -338,7 +345,7 @@ class WeightFolders:
       return self.newest
     self._leaves = leaves
     version = next(self._versions)
-    weights = batching.RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
+    weights = RemoteWeights(version, os.path.join(self._folder, f'{version:06d}'))
     partial_folder = weights.folder + '.partial'
     self._write(params, partial_folder)
     if hosts.is_writer():
@@ -433,9 +440,7 @@ class Fleet:
       raise types.Stopped
     return False
 
-  def sample(
-      self, request: servers.TurnRequest, weights: batching.RemoteWeights, index: int
-  ) -> types.Turn:
+  def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
     """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
 
     Raises a RunError if none has answered any turn for settings.engine_outage_s.
@@ -456,7 +461,7 @@ class Fleet:
       self,
       engines: Sequence[RemoteEngine],
       request: servers.TurnRequest,
-      weights: batching.RemoteWeights,
+      weights: RemoteWeights,
       silent_s: float,
       failing_s: float,
   ) -> types.Turn:
@@ -515,9 +520,9 @@ class RemoteSampler:
   fleet: Fleet
   distribution: sampling.Distribution
 
-  def copy(self, params: Any) -> batching.RemoteWeights:
+  def copy(self, params: Any) -> RemoteWeights:
     """Returns the policy as the engines read it."""
-    if isinstance(params, batching.RemoteWeights):
+    if isinstance(params, RemoteWeights):
       return params
     return self.fleet.folders.copy(params)
 
@@ -528,7 +533,7 @@ class RemoteSampler:
 
 def run(
     sampler: RemoteSampler,
-    weights: batching.RemoteWeights,
+    weights: RemoteWeights,
     prompts: Sequence[env_pool.Prompt],
     keys: jax.Array,
     respond: Callable[[list[env_pool.TurnCompletion]], list[env_pool.Prompt]],
@@ -645,7 +650,7 @@ def make_turn(
 
 def check_agreement(
     sampler: RemoteSampler,
-    weights: batching.RemoteWeights,
+    weights: RemoteWeights,
     prompts: Sequence[Sequence[int]],
     score: Callable[[np.ndarray, float], np.ndarray],
     at_start: bool = True,

@@ -21,6 +21,7 @@ from absl import logging
 import jax
 
 from stppo_jax import types
+from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
@@ -32,7 +33,6 @@ from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
@@ -257,13 +257,12 @@ class ProgramAgent(agent_lib.Agent):
 
 def make_agent(
     config: Config,
+    parts: Components,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    prepared: prepare.Prepared | None = None,
 ) -> ProgramAgent:
   """Builds the agent of a config whose episodes an agent program plays."""
-  prepared = prepared or prepare.prepare(config)
-  program = prepared.env.make
+  program = parts.env.make
   assert isinstance(program, program_lib.Program)
   rollout = config.rollout
   allowed = {
@@ -282,7 +281,7 @@ def make_agent(
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
       model,
-      prepared.tokenizer,
+      parts.tokenizer,
       config.serve.rows,
       rollout.max_total,
       top_k=rollout.top_k,
@@ -293,10 +292,10 @@ def make_agent(
   )
   return ProgramAgent(
       config=config,
-      tokenizer=prepared.tokenizer,
+      tokenizer=parts.tokenizer,
       model=model,
-      env=prepared.env,
-      retriever=prepared.retriever,
+      env=parts.env,
+      retriever=None,
       sampler=sampler,
       greedy=sampler,
       program=program,

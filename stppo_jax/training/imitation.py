@@ -101,7 +101,7 @@ def _claim(config, workdir, pools):
   hosts.require_same('conversations', digest.hexdigest())
   record = dataclasses.asdict(config)
   accepts_changes = config.train.accept_changed_plugins
-  sources = prepare.sources(config)
+  sources = components.sources(config)
   hosts.by_writer(
       workdir_lib.claim, workdir, record, may_change, sources, {'mode': 'sft'}, accepts_changes
   )

@@ -44,16 +44,19 @@ def start(
   run whose gradients stay non-finite ends, or rolls back to its newest checkpoint. A trace of
   `profile` updates goes to workdir/profile.
   """
-  variant = run_lib.check(config)
-  hold = recovery.hold_workdir(config, variant, workdir)
-  with hold:
-    parts = run_lib.setup(config)
+  parts = run_lib.check(config)  # what can be checked before the folder belongs to this config
+  with recovery.hold_workdir(config, workdir):
+    learners, agent = run_lib.setup(parts)  # loads the weights, after all other checks
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
-
-    def attempt(skip_through: int | None) -> dict[str, float]:
-      opened = run_lib.open_run(parts, workdir, stop_requested, profile, skip_through)
-      with opened as run:
-        return train(run)
-
-    on_nonfinite = config.train.on_nonfinite
-    return recovery.with_rollbacks(attempt, workdir, on_nonfinite)
+    skip_through: int | None = None  # after a rollback, the batches up to this one are skipped
+    rollbacks = recovery.Rollbacks(workdir, config.train.on_nonfinite)
+    while True:
+      opened = run_lib.open_run(
+          parts, learners, agent, workdir, stop_requested, profile, skip_through
+      )
+      try:
+        with opened as run:
+          return train(run)
+      except recovery.Stuck as stuck:
+        rollbacks.count(stuck)  # ends the run, unless it may go back to its newest checkpoint
+        skip_through = stuck.batch_number

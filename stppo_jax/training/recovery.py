@@ -5,7 +5,6 @@ run whose gradients stay non-finite ends, or rolls back to it and continues with
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -18,18 +17,18 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
-from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import objective
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -39,7 +38,7 @@ _SHARED = 'give a --workdir that all processes share'
 
 
 class Stuck(Exception):
-  """Training cannot continue from this state, and `with_rollbacks` may go back to a checkpoint.
+  """Training cannot continue from this state, and the run may go back to a checkpoint.
 
   Too many optimizer steps in a row were skipped, or the parameters are not finite.
   """
@@ -62,7 +61,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def hold_workdir(config: config_lib.Config, variant: Variant, workdir: str) -> Iterator[None]:
+def hold_workdir(config: config_lib.Config, workdir: str) -> Iterator[None]:
   """Context manager that locks `workdir` for this process, and claims it for this config.
 
   Raises UserError for the folder of another run or config, and for one that cannot hold
@@ -71,7 +70,7 @@ def hold_workdir(config: config_lib.Config, variant: Variant, workdir: str) -> I
   workdir_lib.check_path(workdir)
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     check_shared(workdir)
-    claim(config, variant, workdir)
+    claim(config, workdir)
     hosts.by_writer(provenance.record, workdir)
     yield
 
@@ -93,18 +92,19 @@ def check_shared(workdir: str) -> None:
     )
 
 
-def claim(config: config_lib.Config, variant: Variant, workdir: str) -> None:
+def claim(config: config_lib.Config, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
-  digests = prepare.sources(config)
-  objective = variant.described()
-  hosts.require_same('plug-ins and models', [digests, objective])
+  digests = components.sources(config)
+  variant = objective.make_variant(config)
+  settings = variant.described()
+  hosts.require_same('plug-ins and models', [digests, settings])
   hosts.by_writer(
       workdir_lib.claim,
       workdir,
       dataclasses.asdict(config),
       validation.changeable_on_resume(config, validation.has_critic(config, variant)),
       digests,
-      objective,
+      settings,
       config.train.accept_changed_plugins,
   )
 
@@ -121,36 +121,39 @@ def claim_tasks(
   hosts.by_writer(workdir_lib.claim_questions, workdir, digest, config.train.accept_changed_plugins)
 
 
-def with_rollbacks(attempt: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
-  """Returns attempt(None). If it is Stuck, attempts again after its last batch.
+class Rollbacks:
+  """Counts how often a run goes back to each of its checkpoints.
 
-  Raises a RunError without a checkpoint to go back to, or if config.train.on_nonfinite is 'stop'.
+  Args:
+    workdir: of the run.
+    on_nonfinite: 'rollback', or 'stop': a run that is stuck ends.
   """
-  skip_through: int | None = None
-  rollbacks: collections.Counter[int | None] = collections.Counter()
-  while True:
-    try:
-      return attempt(skip_through)
-    except Stuck as stuck:
-      with checkpoint.Checkpoints(workdir) as checkpoints:
-        newest = checkpoints.newest()
-      rollbacks[newest] += 1
-      if not newest:
-        raise RunError(f'{stuck}; there is no checkpoint yet: lower the learning rate') from stuck
-      if on_nonfinite == 'stop':
-        raise RunError(
-            f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
-            'continue with other questions: --config.train.on_nonfinite=rollback'
-        ) from stuck
-      if rollbacks[newest] > MAX_ROLLBACKS:
-        raise RunError(
-            f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
-            'the learning rate, in another --workdir'
-        ) from stuck
-      logging.warning(
-          '%s; going back to update %d and continuing with other questions', stuck, newest
-      )
-      skip_through = stuck.batch_number
+
+  def __init__(self, workdir: str, on_nonfinite: str):
+    self._workdir = workdir
+    self._on_nonfinite = on_nonfinite
+    self._counts: collections.Counter[int] = collections.Counter()
+
+  def count(self, stuck: Stuck) -> None:
+    """Counts one more rollback. Raises a RunError if the run has to end instead."""
+    with checkpoint.Checkpoints(self._workdir) as checkpoints:
+      newest = checkpoints.newest()
+    if not newest:
+      raise RunError(f'{stuck}; there is no checkpoint yet: lower the learning rate') from stuck
+    if self._on_nonfinite == 'stop':
+      raise RunError(
+          f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
+          'continue with other questions: --config.train.on_nonfinite=rollback'
+      ) from stuck
+    self._counts[newest] += 1
+    if self._counts[newest] > MAX_ROLLBACKS:
+      raise RunError(
+          f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
+          'the learning rate, in another --workdir'
+      ) from stuck
+    logging.warning(
+        '%s; going back to update %d and continuing with other questions', stuck, newest
+    )
 
 
 def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:

@@ -22,7 +22,7 @@ from stppo_jax import components
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
@@ -47,26 +47,15 @@ from stppo_jax.training import recovery
 from stppo_jax.training import summary
 
 
-@dataclasses.dataclass
-class Parts:
-  """The parts of a run, made from its config by `setup`."""
-
-  config: Config
-  agent: agent_lib.Agent
-  learners: learner_lib.Learners
-  tasks: list[types.Task]  # to train on
-  held_out: list[types.Task]
-
-
-def check(config: Config) -> Variant:
-  """Checks what can be checked before the work folder is claimed; returns the objective."""
+def check(config: Config) -> Components:
+  """Checks what can be checked before the work folder is claimed; returns the components."""
   validation.validate(config)
   if config.train.deterministic:
     determinism.enable()
   variant = objective.make_variant(config)
-  env = components.resolve(config).env
+  parts = components.resolve(config)
   _check_staleness(config)
-  if config.rollout.engine and isinstance(env.make, program.Program):
+  if config.rollout.engine and isinstance(parts.env.make, program.Program):
     raise types.UserError(
         f'config.rollout.engine={config.rollout.engine!r}: agent programs talk to the gateway of '
         'the run, which samples itself: leave it empty'
@@ -76,10 +65,10 @@ def check(config: Config) -> Variant:
 
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
-      read_batch = _make_replay(config, variant, env)
+      read_batch = _make_replay(parts, variant)
       read_batch(1)
   hosts.require_same('config', dataclasses.asdict(config))
-  return variant
+  return parts
 
 
 def _check_staleness(config):
@@ -110,35 +99,31 @@ def _check_staleness(config):
     )
 
 
-def setup(config: Config) -> Parts:
-  """Loads tasks, tokenizer, retriever and models, and lays out the state. Compiles nothing.
+def setup(parts: Components) -> tuple[learner_lib.Learners, agent_lib.Agent]:
+  """Loads the weights; returns the learners, and the agent that plays. Compiles nothing.
 
   What a user may have got wrong is checked before the weights are loaded.
   """
-  resolved = components.resolve(config)
-  held_out = resolved.held_out_tasks()
-  tasks = resolved.load_tasks(config.data.train_split)
-  prepared = prepare.prepare(config)
-  prepare.check_prompts(config, prepared, tasks)
-  prepare.check_prompts(config, prepared, held_out)
-  tasks_lib.warn_of_overlap(tasks, held_out)
+  config = parts.config
+  tasks = parts.tasks
+  parts.load()
+  parts.check_prompts(tasks)
+  parts.check_prompts(parts.held_out)
+  tasks_lib.warn_of_overlap(tasks, parts.held_out)
+  tokenizer = parts.tokenizer
   if config.rollout.demonstrations:
     from stppo_jax.rollout import demonstrations
 
-    source = demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
-    demonstrations.check_tasks(config.rollout.demonstrations, source, prepared.env, tasks)
+    source = demonstrations.load(config.rollout.demonstrations, tokenizer)
+    demonstrations.check_tasks(config.rollout.demonstrations, source, parts.env, tasks)
   if config.teacher.folder:
-    prepare.check_teacher(config, prepared.tokenizer)
-  server = _make_teacher(config, prepared.tokenizer)
+    prepare.check_teacher(config, tokenizer)
+  server = _make_teacher(config, tokenizer)
   learners = learner_lib.build(
-      config, prepare.load_policy, prepared.policies, prepared.tokenizer.pad_id, server
+      config, prepare.load_policy, parts.policies, tokenizer.pad_id, server
   )
-  agent = agents.make_agent(config, learners.spec.actor, learners.mesh, prepared)
-  if config.rollout.engine:
-    from stppo_jax.rollout import engines  # the client of engines
-
-    agent = engines.with_engines(agent)
-  return Parts(config, agent, learners, tasks, held_out)
+  agent = agents.make_agent(config, parts, learners.spec.actor, learners.mesh)
+  return learners, agent
 
 
 def _make_teacher(config, tokenizer):
@@ -224,16 +209,17 @@ def _make_demonstrator(config, agent, give_up):
   )
 
 
-def _make_replay(config, variant, env):
+def _make_replay(parts, variant):
   """Makes the reader of the batches of config.rollout.replay."""
   from stppo_jax.trajectories import saved
 
+  config = parts.config
   return saved.Replay(
       config.rollout.replay,
       prepare.load_tokenizer(config),
       config.train.mini_batch,
       config.train.length_buckets[-1],
-      env,
+      parts.env,
       variant.needs_groups,
       config.rollout.routing_replay == 'sampling',
   )
@@ -241,7 +227,9 @@ def _make_replay(config, variant, env):
 
 @contextlib.contextmanager
 def open_run(
-    parts: Parts,
+    parts: Components,
+    learners: learner_lib.Learners,
+    agent: agent_lib.Agent,
     workdir: str,
     stop_requested: Callable[[], bool] = lambda: False,
     profile: int = 0,
@@ -252,13 +240,13 @@ def open_run(
   After a rollback the batches up to `skip_through` are skipped.
   """
   config = parts.config
-  learners = parts.learners
-  _log_start(parts)
+  variant = learners.spec.variant
+  _log_start(parts, learners.mesh)
   has_ended = threading.Event()  # abandons a batch that is sampled ahead and not needed any more
   give_up = lambda: has_ended.is_set() or stop_requested()
   if learners.teacher is not None:
     learners.teacher.give_up = give_up
-  batches = make_batches(config, parts.agent, learners.policy, parts.tasks, give_up)
+  batches = make_batches(config, agent, learners.policy, parts.tasks, give_up)
   with contextlib.ExitStack() as resources:
     settings = config.train
     checkpoints = recovery.RunCheckpoints(
@@ -267,21 +255,21 @@ def open_run(
     resources.enter_context(checkpoints)
     progress, ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
-    resources.enter_context(_compiling_ahead(parts, settings.updates - first))
+    resources.enter_context(_compiling_ahead(parts, learners, settings.updates - first))
     policy = learners.policy(learners.actor)
-    opened = parts.agent.opened(workdir, first, policy, parts.tasks, give_up)
+    opened = agent.opened(workdir, first, policy, parts.tasks, give_up)
     resources.enter_context(opened)
     del policy, opened
     journal = journal_lib.Journal(
         workdir,
         dataclasses.asdict(config),
         first,
-        parts.agent.env.core_metrics,
+        agent.env.core_metrics,
         progress.unfinished is not None,
         skip_through is not None,
     )
     resources.enter_context(journal)
-    pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
+    pipeline = resources.enter_context(_make_pipeline(parts, variant, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(has_ended.set)
@@ -289,7 +277,10 @@ def open_run(
         timing_lib.trace_updates(f'{workdir}/profile', profile, first, settings.updates)
     )
     yield Run(
-        parts=parts,
+        config=config,
+        learners=learners,
+        agent=agent,
+        held_out=parts.held_out,
         batches=batches,
         pipeline=pipeline,
         checkpoints=checkpoints,
@@ -302,15 +293,14 @@ def open_run(
 
 
 @contextlib.contextmanager
-def _compiling_ahead(parts, num_updates):
+def _compiling_ahead(parts, learners, num_updates):
   """Context manager in which the update is compiled, while other things are done.
 
   Choice: nothing is compiled ahead where the rows of a batch are not known. The episodes of an
   agent program, and saved ones, have any number of them.
   """
   config = parts.config
-  learners = parts.learners
-  env = parts.agent.env
+  env = parts.env
   is_program = isinstance(env.make, program.Program)
   if num_updates > 0 and not (is_program or config.rollout.replay):
     learners.compile_ahead(config.train.episodes, config.rollout.group_size, env.roles)
@@ -321,9 +311,8 @@ def _compiling_ahead(parts, num_updates):
       learners.compilation.cancel()
 
 
-def _log_start(parts):
+def _log_start(parts, mesh):
   config = parts.config
-  mesh = parts.learners.mesh
   logging.info(
       '%s: %s, %d x %s as %s; %d tasks to train on, %d held out',
       config.name,
@@ -336,7 +325,7 @@ def _log_start(parts):
   )
 
 
-def _make_pipeline(parts, batches, ahead):
+def _make_pipeline(parts, variant, batches, ahead):
   """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
   config = parts.config
   if not config.rollout.replay:
@@ -344,7 +333,7 @@ def _make_pipeline(parts, batches, ahead):
         batches.sample, config.pipeline.staleness, ahead, batches.copy, batches.receive
     )
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
-  replay = _make_replay(config, parts.learners.spec.variant, parts.agent.env)
+  replay = _make_replay(parts, variant)
 
   def read(unused_params, number, unused_staleness):
     try:
@@ -359,7 +348,10 @@ def _make_pipeline(parts, batches, ahead):
 class Run:
   """What happens around each update of `loop.train`."""
 
-  parts: Parts
+  config: Config
+  learners: learner_lib.Learners
+  agent: agent_lib.Agent
+  held_out: list[types.Task]
   batches: pipeline_lib.Batches  # how the batches are played
   pipeline: pipeline_lib.Pipeline  # gives the batches
   checkpoints: recovery.RunCheckpoints
@@ -372,16 +364,6 @@ class Run:
   sampled: batching.Sampled | None = None  # the batch of an update that is not done
   records: episodes_lib.Records = list
   scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
-
-  @property
-  def config(self) -> Config:
-    """The settings of the run."""
-    return self.parts.config
-
-  @property
-  def learners(self) -> learner_lib.Learners:
-    """The learners, with their states."""
-    return self.parts.learners
 
   def remaining_updates(self) -> Iterator[int]:
     """Yields the numbers of the updates to come, until a process is asked to stop."""
@@ -455,7 +437,7 @@ class Run:
     steps = [step for part in policy_updates for step in part.steps]
     num_tokens = packing.num_tokens(steps) / self.config.train.epochs
     step_s = sum(self.timing.values())
-    num_programs = sum(self.parts.agent.sampler.compiled_variants().values())
+    num_programs = sum(self.agent.sampler.compiled_variants().values())
     num_programs += learners.functions.num_compilations()
     metrics |= sampled.measured
     metrics |= self.timing.metrics()
@@ -478,7 +460,7 @@ class Run:
     if not is_wanted and skipped < self.config.train.max_nonfinite:
       return list
     has_values = self.learners.spec.has_values
-    tokenizer = self.parts.agent.tokenizer
+    tokenizer = self.agent.tokenizer
     parts = []
     for part in policy_updates:
       rows = dataclasses.replace(sampled, episodes=part.episodes)
@@ -502,18 +484,18 @@ class Run:
     with self.pipeline.idle():
       started = time.perf_counter()  # without the wait for a batch that is being sampled
       policy = self.batches.copy(self.learners.actor)
-      keys = episode_lib.row_keys(hosts.random_key(self.config.seed), self.parts.held_out)
+      keys = episode_lib.row_keys(hosts.random_key(self.config.seed), self.held_out)
 
       def play():
-        return self.parts.agent.play(
-            policy, self.parts.held_out, keys, greedy=True, give_up=self.stop_requested
+        return self.agent.play(
+            policy, self.held_out, keys, greedy=True, give_up=self.stop_requested
         )
 
       episodes, _ = self.batches.until_answered(play)
-      gap = self.parts.agent.gap(self.learners.policy(self.learners.actor))
+      gap = self.agent.gap(self.learners.policy(self.learners.actor))
       scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
-    self.journal.log_evaluation(n, scores, episodes, self.parts.agent.tokenizer)
+    self.journal.log_evaluation(n, scores, episodes, self.agent.tokenizer)
     self.scores = scores | {'timing_s/testing': time.perf_counter() - started}
     if gap is not None:
       self.scores['engine/gap'] = gap
@@ -569,4 +551,5 @@ class Run:
     return self.scores
 
   def _save(self):
-    self.checkpoints.save_run(self.progress, self.learners.state, self.pipeline.contents())
+    ahead = self.batches.to_save(self.pipeline.contents())
+    self.checkpoints.save_run(self.progress, self.learners.state, ahead)

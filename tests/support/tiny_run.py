@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import tokenizers
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax.distributed import calls
 from stppo_jax.models import convert
@@ -142,6 +143,13 @@ def make_config(folder: str, **values: Any) -> schema.Config:
   config.eval = schema.EvalSettings(every=1, rows=4)
   config.log.tensorboard = False
   return replace(config, values)
+
+
+def load_learners(config: schema.Config) -> learner_lib.Learners:
+  """The learners of a config, with their weights. Nothing else of a run is made."""
+  parts = components.resolve(config)
+  pad_id = parts.tokenizer.pad_id
+  return learner_lib.build(config, prepare.load_policy, parts.policies, pad_id)
 
 
 def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, **shape):
