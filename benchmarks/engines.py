@@ -32,6 +32,7 @@ from stppo_jax.models import convert
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
 
 _PYTHON = flags.DEFINE_string('python', '', 'Python of an environment with vLLM')
 _SEQUENCES = flags.DEFINE_list('sequences', ['1', '8', '32'], 'sequences at once')
@@ -123,7 +124,7 @@ def _measure_throughput(folder, weights, addresses, number):
 def _opened(agent, folder, params, tasks):
   """Returns a context manager of a run of the agent."""
   if isinstance(agent, engines_lib.RemoteAgent):
-    return agent.opened(folder, 0, params, tasks, lambda: False)
+    return agent.opened(folder, 0, params, tasks, NEVER)
   return contextlib.nullcontext()
 
 
@@ -133,7 +134,7 @@ def _measure_push(folder, weights, kind, address):
   tasks = components.resolve(agent.config).load_tasks('train')[:8]
   write_s = []
   push_s = []
-  with agent.opened(folder, 0, params, tasks, lambda: False):
+  with agent.opened(folder, 0, params, tasks, NEVER):
     fleet = agent.sampler.fleet
     for _ in range(2 * _REPEATS.value):
       started = time.perf_counter()

@@ -75,8 +75,8 @@ class Agent:
     self.report = None
     self.keys = []
 
-  def play(self, params, tasks, keys, groups, give_up=None):
-    del params, give_up
+  def play(self, params, tasks, keys, groups, stop_signal=None):
+    del params, stop_signal
     self.keys += [tuple(key) for key in np.asarray(jax.random.key_data(keys)).tolist()]
     rows = []
     counts = collections.Counter()

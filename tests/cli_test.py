@@ -532,12 +532,12 @@ class MainTest(parameterized.TestCase):
     """Python ignores exceptions in a finalizer, for example."""
     before = signal.getsignal(signal.SIGINT)
 
-    def train(config, workdir, stop_requested, profile):
+    def train(config, workdir, stop_signal, profile):
       del config, workdir, profile
-      self.assertFalse(stop_requested())
+      self.assertFalse(stop_signal.is_set())
       with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-      stop_requested()
+      stop_signal.is_set()
 
     with mock.patch.object(loop, 'start', train):
       line, exit_code = self.complaint()

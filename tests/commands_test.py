@@ -49,7 +49,7 @@ def started(*command):
 def result(text):
   """Returns the result of a Python program, which ends by itself."""
   with started(*PYTHON, text) as process:
-    while not process.has_ended(1):
+    while not process.wait(1):
       pass
     return process.result(), process.log
 
@@ -155,7 +155,7 @@ class EndTest(parameterized.TestCase):
     path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'pid')
     with started(*PYTHON, LEAVES_CHILD + rest, str(path)) as process:
       pid = wait_for(lambda: path.exists() and path.read_text(encoding='utf-8'))
-    self.assertTrue(process.has_ended(0))
+    self.assertTrue(process.wait(0))
     self.assertFalse(is_alive(pid))
 
   def test_log_of_killed_command_is_kept(self):

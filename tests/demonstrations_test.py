@@ -30,6 +30,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import pipeline
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.systems import grao
 from stppo_jax.training import loop
 from stppo_jax.training import objective
@@ -390,7 +391,7 @@ class PlayTest(parameterized.TestCase):
     config = make_config(**values)
     parts = components.resolve(config)
     learners, agent = run_lib.setup(parts)
-    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, lambda: False)
+    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, NEVER)
     return batches, batches.copy(learners.actor)
 
   def test_batch_keeps_its_size_and_samples(self):

@@ -28,6 +28,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import timing
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.systems import distillation
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
@@ -388,7 +389,8 @@ class FrozenTest(absltest.TestCase):
   def test_a_stop_ends_all_requests(self):
     client = teacher_lib.TeacherServer(self.address, 'large')
     asked = []
-    client.give_up = lambda: asked.append(0) or len(asked) > 40  # after 32 threads have begun
+    is_set = lambda: asked.append(0) or len(asked) > 40
+    client.stop_signal = StopSignal(is_set)  # after 32 threads have begun
     with self.assertRaises(types.Stopped):
       client.batch_logp(self.episodes, self.batch, None)
     self.assertLess(len(asked), 200)  # the rows that wait for a thread do not start

@@ -47,6 +47,8 @@ from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
 from stppo_jax.training import objective
 from tests.support import tiny_run
@@ -144,13 +146,13 @@ class FleetTest(parameterized.TestCase):
     self.enterContext(mock.patch.object(remote, '_START_S', 0.3))
     self.enterContext(mock.patch.object(remote, '_PROBE_S', 0.1))
 
-  def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, give_up=lambda: False, folder=None):
+  def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, stop_signal=NEVER, folder=None):
     addresses = [f'http://e{i}' for i in range(len(apis))]
     settings = schema.RolloutSettings(max_total=32, engine=','.join(addresses))
     settings.engine_push = push_at
     settings.engine_outage_s = outage_s
     folders = remote.WeightFolders(folder or self.folder, 3, 2, write_numbers)
-    fleet = remote.Fleet(settings, apis[0], folders, STOP_TABLE, ('\x05\x06',), rows, give_up)
+    fleet = remote.Fleet(settings, apis[0], folders, STOP_TABLE, ('\x05\x06',), rows, stop_signal)
     for engine, api in zip(fleet.engines, apis):
       engine._api = api
     self.enterContext(fleet)
@@ -416,8 +418,8 @@ class FleetTest(parameterized.TestCase):
 
   def test_stop_ends_wait_for_engine(self):
     api = FakeApi()
-    stops = threading.Event()
-    fleet = self.fleet(api, give_up=stops.is_set)
+    stops = StopSignal()
+    fleet = self.fleet(api, stop_signal=stops)
     weights = self.copy(parameters(0))
     api.is_down = True
     threading.Timer(0.1, stops.set).start()
@@ -741,16 +743,11 @@ class HttpFaultsTest(parameterized.TestCase):
     self.addCleanup(self.blocks.set)
     self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
     address = f'http://127.0.0.1:{server.server_port}/v1'
-    self.stops = threading.Event()
+    self.stops = StopSignal()
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
-    self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.check_stopped)
+    self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.stops)
     self.weights = remote.RemoteWeights(3, '/weights/000003')
-
-  def check_stopped(self):
-    if self.stops.is_set():
-      raise types.Stopped
-    return False
 
   def sample(self):
     return self.engine.sample(REQUEST, lambda: self.weights)
@@ -1032,7 +1029,7 @@ class ApiTest(parameterized.TestCase):
 
   def remote_engine(self, kind, send):
     api = servers.APIS[kind]()
-    engine = remote.RemoteEngine('http://e', api, 60.0, '0123abcd', lambda: False)
+    engine = remote.RemoteEngine('http://e', api, 60.0, '0123abcd', NEVER)
     engine._send_load = send
     return engine
 
@@ -1131,7 +1128,7 @@ class GatewayTest(parameterized.TestCase):
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       expected = own.play(params, tasks, keys, greedy=True)
       agent = engines_lib.with_engines(own)
-      with agent.opened(workdir, 0, params, tasks, lambda: False):
+      with agent.opened(workdir, 0, params, tasks, NEVER):
         played = agent.play(params, tasks, keys, greedy=True)
         sampled = agent.play(params, tasks, keys)
     self.assertEqual(len(played), len(expected))
@@ -1186,7 +1183,7 @@ class GatewayTest(parameterized.TestCase):
     last = os.path.join(run_folder, 'checkpoints', '2')
     with self.engine(config) as address:
       config.rollout.engine = address
-      loop.start(config, run_folder, stop_requested=lambda: os.path.isdir(last))
+      loop.start(config, run_folder, StopSignal(lambda: os.path.isdir(last)))
       self.assertFalse(os.path.exists(os.path.join(run_folder, 'episodes', 'train_000006.jsonl')))
       loop.start(config, run_folder)
     tasks = components.resolve(config).load_tasks('train')

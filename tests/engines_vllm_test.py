@@ -20,6 +20,7 @@ from stppo_jax.models import convert
 from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.training import loop
 from tests.support import tiny_run
 
@@ -58,7 +59,7 @@ class VllmTest(absltest.TestCase):
     tasks = parts.load_tasks('train')[:200]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     expected = own.play(params, tasks, keys, greedy=True)
-    with agent.opened(self.folder, 0, params, tasks, lambda: False):
+    with agent.opened(self.folder, 0, params, tasks, NEVER):
       played = agent.play(params, tasks, keys, greedy=True)
     self.assertLen(played, 200)
     for ours, theirs in zip(expected, played):

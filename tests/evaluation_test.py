@@ -20,6 +20,7 @@ from stppo_jax.evaluation import records
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
@@ -171,7 +172,7 @@ class JobTest(parameterized.TestCase):
     self.assertLen(expected.splitlines(), 15)
     self.assertGreater(len({json.loads(x)['turns'][0]['agent'] for x in expected.splitlines()}), 1)
     workdir, polls = self.workdir(), itertools.count()
-    stopped = job.evaluate(config, workdir, lambda: next(polls) > 12)
+    stopped = job.evaluate(config, workdir, StopSignal(lambda: next(polls) > 12))
     self.assertIsNone(stopped)
     (folder,) = pathlib.Path(workdir, 'eval').iterdir()
     left = self.lines(folder)

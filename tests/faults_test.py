@@ -202,15 +202,15 @@ class StopTest(FaultCase):
 
   def test_sigterm_without_state_ends_at_once(self):
     """While weights are loaded, say; from the first question of the loop on the loop decides."""
-    with signals.handled() as stop_requested:
+    with signals.handled() as stop_signal:
       with self.assertRaises(Stopped):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-      self.assertTrue(stop_requested())
-    with signals.handled() as stop_requested:
-      self.assertFalse(stop_requested())
+      self.assertTrue(stop_signal.is_set())
+    with signals.handled() as stop_signal:
+      self.assertFalse(stop_signal.is_set())
       os.kill(os.getpid(), signal.SIGTERM)
-      self.assertTrue(stop_requested())
+      self.assertTrue(stop_signal.is_set())
     with mock.patch.object(entry, '_run', side_effect=Stopped):
       self.assertEqual(entry.run(['run.py']), 0)
 

@@ -41,6 +41,7 @@ from stppo_jax.serving import messages
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.stop_signal import StopSignal
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
@@ -64,7 +65,7 @@ class LayoutTest(absltest.TestCase):
     model, params = prepare.load_policy(config)
     with mock.patch.object(gateway, 'running', side_effect=InterruptedError) as running_:
       with self.assertRaises(InterruptedError):
-        gateway.serve(config, lambda: (model, params, 0, ''), 0, lambda: True)
+        gateway.serve(config, lambda: (model, params, 0, ''), 0, StopSignal(lambda: True))
     sampler = running_.call_args.args[1]._sampler
     self.assertEqual(sampler.row_sharding.mesh.size, jax.device_count())
     self.assertGreater(jax.device_count(), 1)
@@ -1210,7 +1211,7 @@ class ControlTest(parameterized.TestCase):
     load = mock.Mock(side_effect=InterruptedError)  # stands for a start
     error = InterruptedError if starts else types.UserError
     with mock.patch.dict(os.environ, {'STPPO_API_KEY': key}), self.assertRaises(error):
-      gateway.serve(config, load, 0, lambda: True)
+      gateway.serve(config, load, 0, StopSignal(lambda: True))
 
   def test_closed_server_ends_pause(self):
     with running(load_params=lambda folder: None) as server:

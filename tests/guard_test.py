@@ -11,6 +11,7 @@ from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import stepping
+from stppo_jax.stop_signal import StopSignal
 
 LIMIT_S = 0.2
 TASK = types.Task('t')
@@ -72,16 +73,17 @@ class GuardTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
   def test_stop_does_not_wait_for_a_call(self, isolated):
-    stop = threading.Event()
-    env = self.make('step', isolated, guard_lib.Guard(gives_up=stop.is_set))
+    stop = StopSignal()
+    env = self.make('step', isolated, guard_lib.Guard(stop_signal=stop))
     stepping.reset(env, 0)
     threading.Timer(0.1, stop.set).start()
     with self.assertRaises(types.Stopped):
       stepping.step(env, 'a')
-    self.assertTrue(guard_lib.has_abandoned())
+    self.assertTrue(guard_lib.has_left_calls())
 
   def test_several_processes_stop_together(self):
-    env = self.make('step', False, guard_lib.Guard(gives_up=lambda: True, raises=False))
+    stop_signal = StopSignal(lambda: True)
+    env = self.make('step', False, guard_lib.Guard(stop_signal=stop_signal, raises=False))
     *_, info = stepping.step(env, 'a')
     self.assertEqual(info['environment_error'], 'the run stops')
 
@@ -89,7 +91,7 @@ class GuardTest(parameterized.TestCase):
     self.assertTrue(factory._GLOBAL_RANDOM.acquire(timeout=10))
     self.addCleanup(factory._GLOBAL_RANDOM.release)
     with self.assertRaises(types.Stopped):
-      self.make('', True, guard_lib.Guard(gives_up=lambda: True))
+      self.make('', True, guard_lib.Guard(stop_signal=StopSignal(lambda: True)))
 
   def test_waiting_for_others_does_not_count(self):
     """One environment at a time: three calls of 0.15 s each, with a limit of 0.2 s."""

@@ -22,6 +22,7 @@ from stppo_jax.envs import stepping
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
+from stppo_jax.stop_signal import StopSignal
 
 TASK = types.Task(id='t', question='q?', answers=('x',))
 
@@ -139,7 +140,7 @@ class AnswersTest(parameterized.TestCase):
 
     with _server(never) as (url, questions):
       retriever = http.HttpRetriever(url, http.HttpSettings(timeout_s=600.0))
-      retriever.give_up = asked.is_set
+      retriever.stop_signal = StopSignal(asked.is_set)
       with mock.patch.object(http_client, '_POLL_S', 0.01):
         search = lambda: found.append(retriever.search(['a'], 1))
         thread = threading.Thread(target=search, daemon=True)

@@ -16,6 +16,7 @@ from stppo_jax import row_files
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import imitation
 from stppo_jax.training import loop
 from stppo_jax.training import sft
@@ -91,7 +92,7 @@ class StartTest(_Test):
     self.assertLess(held_out[-1], held_out[0] - 0.2)
     other = self.enterContext(tempfile.TemporaryDirectory())
     polls = iter([False] * 3 + [True])
-    line = imitation.start(make_config(), other, lambda: next(polls))
+    line = imitation.start(make_config(), other, StopSignal(lambda: next(polls)))
     self.assertRegex(line, 'stopped after 3 of 10 steps')
     self.assertFalse(os.path.exists(os.path.join(other, 'model')))
     imitation.start(make_config(), other)
@@ -108,7 +109,7 @@ class StartTest(_Test):
 
     config = make_config(train__checkpoint_every=2)
     with self.assertRaises(KeyboardInterrupt):
-      imitation.start(config, self.workdir, interrupt)
+      imitation.start(config, self.workdir, StopSignal(interrupt))
     with self.assertLogs('absl', 'INFO') as logs:
       imitation.start(config, self.workdir)
     self.assertIn('resumed after 4 of 10 steps', ''.join(logs.output))

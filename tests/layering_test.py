@@ -17,6 +17,7 @@ PACKAGE = ROOT / 'stppo_jax'
 ORDER = (
     'requirements',
     'types',
+    'stop_signal',
     'thoughts',
     'plugins',
     'algorithms',

@@ -23,6 +23,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
@@ -289,13 +290,13 @@ class LoopTest(parameterized.TestCase):
       self.assertBetween(row['rollout_corr/rollout_is_eff_sample_size'], 0.5, 1)
     killed, calls = os.path.join(self.workdir, 'killed'), iter(range(3))
 
-    def stop_requested():
+    def is_set():
       if next(calls) == 2:
         raise KeyboardInterrupt
       return False
 
     with self.assertRaises(KeyboardInterrupt):
-      loop.start(config, killed, stop_requested)
+      loop.start(config, killed, StopSignal(is_set))
     loop.start(config, killed)
     self.assertEqual(
         list(map(comparable, metrics_lib.read_metrics(killed))), list(map(comparable, rows))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -35,9 +36,15 @@ class FakeRetriever:
     self.now += seconds
 
   def run(self, share=0.5, max_outage_s=3600.0):
-    return pipeline.play_through(
-        self.play, self, share, max_outage_s, sleep=self.sleep, clock=lambda: self.now
-    )
+    with mock.patch.object(pipeline, 'pause', lambda seconds, all_stop: self.sleep(seconds)):
+      with mock.patch.object(pipeline, 'time', self):
+        return pipeline.play_through(self.play, self, share, max_outage_s)
+
+  def monotonic(self):
+    return self.now
+
+  def time_ns(self):
+    return len(self.probes)
 
 
 def episodes(failed, total, too_long=0):
@@ -86,8 +93,8 @@ class ScriptedAgent:
     self.score, self.failed = score, failed
     self.calls, self.retriever, self.report = [], None, None
 
-  def play(self, params, tasks, keys, groups, give_up=None):
-    del params, give_up
+  def play(self, params, tasks, keys, groups, stop_signal=None):
+    del params, stop_signal
     call, made = len(self.calls), []
     self.calls.append(([task.id for task in tasks], list(groups), jax.random.key_data(keys)))
     for i, (task, group) in enumerate(zip(tasks, groups)):
@@ -176,7 +183,7 @@ class RefillTest(parameterized.TestCase):
 
     agent.play = played
     tasks = [types.Task(str(i), 'q', ('a',)) for i in range(8)]
-    slept = []
+    pause = self.enterContext(mock.patch.object(pipeline, 'pause'))
     batches = pipeline.Batches(
         agent,
         lambda params: params,
@@ -185,7 +192,6 @@ class RefillTest(parameterized.TestCase):
         0,
         max_failed_share=0.0,
         max_outage_s=3600.0,
-        sleep=slept.append,
         max_failed=allowed,
     )
     if ends:
@@ -196,7 +202,7 @@ class RefillTest(parameterized.TestCase):
       sampled = batches.sample({}, 1, 0)
       self.assertEqual(pipeline.environment_failed_share(sampled.episodes), raised / 8)
     self.assertLen(agent.calls, 1)  # played once
-    self.assertEmpty(slept)
+    pause.assert_not_called()
 
   def test_batch_keeps_size_after_last_round(self):
     agent = ScriptedAgent(lambda call, task, sample: 0.5)
@@ -254,7 +260,7 @@ class OutageTest(parameterized.TestCase):
   def test_failure_without_retriever_blames_the_environment(self):
     play = lambda: episodes(8, 8)
     with self.assertRaisesRegex(types.RunError, '^the environment failed in 100% [^\n]*$'):
-      pipeline.play_through(play, None, 0.5, 0.0, sleep=lambda s: None)
+      pipeline.play_through(play, None, 0.5, 0.0)
 
   def test_retriever_answering_only_probes_ends_run(self):
     retriever = FakeRetriever(up_at=1e9)
@@ -271,7 +277,8 @@ class OutageTest(parameterized.TestCase):
       played.append(1)
       return episodes(failed if len(played) == 1 else 0, 8)
 
-    pipeline.play_through(play, FakeRetriever(up_at=0), share, 60.0, sleep=lambda s: None)
+    with mock.patch.object(pipeline, 'pause'):
+      pipeline.play_through(play, FakeRetriever(up_at=0), share, 60.0)
     self.assertLen(played, plays)
 
   def test_overlong_prompts_are_not_failures(self):

@@ -23,6 +23,8 @@ from stppo_jax.evaluation import remote
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -103,9 +105,9 @@ class ClientTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
 
-  def client(self, address, api_key='', abandoned=None, **fields):
+  def client(self, address, api_key='', stop_signal=NEVER, **fields):
     fixed = dict(model='m', temperature=0.0, max_tokens=7)
-    return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, abandoned)
+    return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, stop_signal)
 
   def test_what_is_asked(self):
     messages = [{'role': 'user', 'content': 'Q'}]
@@ -125,18 +127,18 @@ class ClientTest(parameterized.TestCase):
   @parameterized.parameters(429, 500, 503)
   def test_overload_is_asked_again_after_a_wait(self, status):
     answers = iter([failure(status, Retry_After='7'), failure(status), completion('x')])
-    abandoned = mock.Mock(**{'is_set.return_value': False})
+    stop_signal = mock.Mock(**{'is_set.return_value': False})
     with serving(lambda body: next(answers)) as (address, asked):
-      self.assertEqual(self.client(address, abandoned=abandoned).complete([]).text, 'x')
+      self.assertEqual(self.client(address, stop_signal=stop_signal).complete([]).text, 'x')
     self.assertLen(asked, 3)
-    (first,), (second,) = (call.args for call in abandoned.wait.call_args_list)
+    (first,), (second,) = (call.args for call in stop_signal.wait.call_args_list)
     self.assertEqual(first, 7.0)  # as the server says
     self.assertBetween(second, 1.0, 3.0)  # 2 s, with jitter
 
   def test_after_the_last_attempt_there_is_no_answer(self):
     with serving(lambda body: failure(503)) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'status 503'):
-        self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False})).complete([])
+        self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False})).complete([])
     self.assertLen(asked, 3)
 
   @parameterized.parameters(
@@ -203,7 +205,7 @@ class ClientTest(parameterized.TestCase):
   def test_an_answer_that_is_none(self, **fields):
     with serving(lambda body: (200, fields, {})) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
-        self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False})).complete([])
+        self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False})).complete([])
     self.assertLen(asked, 3)
 
   def test_redirects_and_long_answers_are_refused(self):
@@ -382,7 +384,7 @@ class RemoteTest(parameterized.TestCase):
     answer = lambda body: release.wait(60) and completion('x')
     with serving(answer) as (address, asked):
       config = tiny_run.make_config(self.tmp, eval__address=address, eval__model='m', eval__rows=2)
-      self.assertIsNone(job.evaluate(config, self.workdir(), lambda: bool(asked)))
+      self.assertIsNone(job.evaluate(config, self.workdir(), StopSignal(lambda: bool(asked))))
       threads = [thread for thread in threading.enumerate() if 'episodes' in thread.name]
       self.assertNotEmpty(threads)
       self.assertTrue(all(thread.daemon for thread in threads))

@@ -26,6 +26,8 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
@@ -157,10 +159,10 @@ class ResumeTest(parameterized.TestCase):
     def stopped(batches, params, number, stale):
       if number >= unfinished:
         self.assertTrue(stop.wait(60))
-        raise Stopped  # as an agent does whose `give_up()` turns true
+        raise Stopped  # as an agent does at the signal
       return sample(batches, params, number, stale)
 
-    def stop_requested():
+    def is_set():
       updates = len(metrics_lib.read_metrics(self.workdir)) - 1
       if updates == 2:
         # The sampling thread waits for the stop, so that a save that waits for it never ends.
@@ -174,7 +176,7 @@ class ResumeTest(parameterized.TestCase):
     save_checkpoint = checkpoint.Checkpoints.save
     with mock.patch.object(pipelines.Batches, 'sample', stopped):
       with mock.patch.object(checkpoint.Checkpoints, 'save', save):
-        micro_run.train(make_config(**values), self.workdir, stop_requested)
+        micro_run.train(make_config(**values), self.workdir, StopSignal(is_set))
     ((progress, was_stopped),) = saved
     self.assertFalse(was_stopped)
     sampled = [record['number'] for record in progress['sampled']]
@@ -228,33 +230,32 @@ class ResumeTest(parameterized.TestCase):
   def test_last_update_ends_a_batch_that_nobody_needs(self):
     asked, play = [], micro_run.Agent.play
 
-    def played(agent, *args, greedy=False, give_up=None, **kwargs):
+    def played(agent, *args, greedy=False, stop_signal=NEVER, **kwargs):
       if not greedy:
-        asked.append((give_up, give_up()))
-      return play(agent, *args, greedy=greedy, give_up=give_up, **kwargs)
+        asked.append((stop_signal, stop_signal.is_set()))
+      return play(agent, *args, greedy=greedy, stop_signal=stop_signal, **kwargs)
 
     with mock.patch.object(micro_run.Agent, 'play', played):
       micro_run.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
     self.assertFalse(any(answer for _, answer in asked[:UPDATES]))
-    self.assertTrue(all(give_up() for give_up, _ in asked))
+    self.assertTrue(all(signal.is_set() for signal, _ in asked))
 
   @parameterized.parameters((0, 0), (1, 2), (0, UPDATES))
   def test_stop_during_evaluation_is_resumed(self, staleness, at):
-    """The evaluation is abandoned, and the resumed run begins with it."""
+    """The evaluation ends early, and the resumed run begins with it."""
     values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
-    stop, play, evaluations = threading.Event(), micro_run.Agent.play, []
+    stop, play, evaluations = StopSignal(), micro_run.Agent.play, []
 
-    def stopped(agent, *args, greedy=False, give_up=None, **kwargs):
+    def stopped(agent, *args, greedy=False, stop_signal=NEVER, **kwargs):
       if greedy:
         evaluations.append(len(evaluations) * 2)
         if evaluations[-1] == at:
           stop.set()
-          if give_up is not None and give_up():
-            raise Stopped
+          stop_signal.raise_if_set()
       return play(agent, *args, greedy=greedy, **kwargs)
 
     with mock.patch.object(micro_run.Agent, 'play', stopped):
-      micro_run.train(make_config(**values), self.workdir, stop.is_set)
+      micro_run.train(make_config(**values), self.workdir, stop)
     steps = [row['step'] for row in metrics_lib.read_metrics(self.workdir)]
     self.assertEqual(steps, list(range(at)))
     scores = micro_run.train(make_config(**values), self.workdir)
@@ -493,7 +494,7 @@ class JsonTest(absltest.TestCase):
     config = make_config(**{'rollout.group_size': 2})
     parts = components.resolve(config)
     learners, agent = micro_run.setup(parts)
-    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, lambda: False)
+    batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, NEVER)
     batch = batches.sample(learners.actor, 3, 1)
     turn = batch.episodes[0].turns[0]
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf, np.nan], np.float32)

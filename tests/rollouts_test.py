@@ -26,6 +26,7 @@ from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
 from tests.support import tiny_run
 
@@ -287,7 +288,8 @@ class ProgramAgentTest(parameterized.TestCase):
     config = make_config(THIS + ':crash')
     config.serve.agent_timeout_s = 0.3
     with self.assertRaisesRegex(types.RunError, 'of 3 programs 3 raised'):
-      play(config, make_tasks(3), give_up=lambda: time.sleep(0.4))  # a loop that is slow to look
+      slow_loop = StopSignal(lambda: time.sleep(0.4))
+      play(config, make_tasks(3), stop_signal=slow_loop)
 
   def test_run_ends_if_all_programs_raise(self):
     with self.assertRaisesRegex(types.RunError, "of 3 programs 3 raised.*KeyError: 'always'"):
@@ -320,9 +322,9 @@ class ProgramAgentTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'does not support rollout.routing_replay: '):
       make_agent(config, model_and_params()[0])
 
-  def test_give_up_ends_the_programs(self):
+  def test_signal_ends_the_programs(self):
     with self.assertRaises(types.Stopped):
-      play(make_config(THIS + ':hang'), make_tasks(2), give_up=lambda: True)
+      play(make_config(THIS + ':hang'), make_tasks(2), stop_signal=StopSignal(lambda: True))
 
   @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
   def test_unknown_program_is_one_line(self, kind):

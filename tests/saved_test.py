@@ -19,6 +19,8 @@ from stppo_jax import tokenizer as chat
 from stppo_jax.evaluation import sample as sample_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import state as train_state
@@ -165,10 +167,9 @@ class ReplayTest(parameterized.TestCase):
 
   def test_samples_are_the_batches_of_the_run(self):
     config, workdir = self.make('run', **GROUPS, **{'train.updates': 1})
-    never = lambda: False
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
     with no_optimizer:
-      untrained = sample_lib.sample(config, workdir, 1, never)
+      untrained = sample_lib.sample(config, workdir, 1, NEVER)
     loop.start(config, workdir)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000001.jsonl'))
     names = ('task', 'group', 'tokens', 'turn_ids', 'behaviour_logp', 'rewards')
@@ -176,11 +177,11 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(chosen(lines(saved.path_of(untrained, 1))), chosen(trained_on))
 
     with no_optimizer:
-      folder = sample_lib.sample(config, workdir, 2, never)
+      folder = sample_lib.sample(config, workdir, 2, NEVER)
     self.assertNotEqual(folder, untrained)
     self.assertEqual(saved.numbers(folder), [1, 2])
     with mock.patch.object(checkpoint, 'fingerprint', return_value='of other weights'):
-      self.assertNotEqual(sample_lib.sample(config, workdir, 1, lambda: True), folder)
+      self.assertNotEqual(sample_lib.sample(config, workdir, 1, StopSignal(lambda: True)), folder)
     config.train.updates = 2  # the batch of update 2 is that of the policy after update 1
     loop.start(config, workdir)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000002.jsonl'))
@@ -188,17 +189,17 @@ class ReplayTest(parameterized.TestCase):
 
   def test_sampling_continues_after_a_stop(self):
     config, workdir = self.make('run')
-    folder = sample_lib.sample(config, workdir, 1, lambda: False)
+    folder = sample_lib.sample(config, workdir, 1, NEVER)
     first = saved.path_of(folder, 1)
     before = os.stat(first).st_mtime_ns
-    self.assertEqual(sample_lib.sample(config, workdir, 3, lambda: True), folder)
+    self.assertEqual(sample_lib.sample(config, workdir, 3, StopSignal(lambda: True)), folder)
     self.assertEqual(saved.numbers(folder), [1])
-    self.assertEqual(sample_lib.sample(config, workdir, 0, lambda: False), folder)
+    self.assertEqual(sample_lib.sample(config, workdir, 0, NEVER), folder)
     self.assertEqual(os.stat(first).st_mtime_ns, before)
     played = {r['task'] for n in saved.numbers(folder) for r in lines(saved.path_of(folder, n))}
     self.assertEqual(played, {task.id for task in components.resolve(config).load_tasks('train')})
     config.rollout.temperature = 0.5  # other episodes go elsewhere
-    self.assertNotEqual(sample_lib.sample(config, workdir, 1, lambda: True), folder)
+    self.assertNotEqual(sample_lib.sample(config, workdir, 1, StopSignal(lambda: True)), folder)
 
 
 if __name__ == '__main__':

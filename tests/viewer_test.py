@@ -17,6 +17,7 @@ from stppo_jax import types
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
 from stppo_jax.monitoring import viewer
+from stppo_jax.stop_signal import StopSignal
 from tests import report_test
 
 
@@ -96,10 +97,10 @@ class ViewerTest(parameterized.TestCase):
 
   def test_folder_and_port_are_checked(self):
     with self.assertRaisesRegex(types.UserError, 'is not a folder'):
-      viewer.serve(os.path.join(self.folder, 'nowhere'), 0, lambda: True)
+      viewer.serve(os.path.join(self.folder, 'nowhere'), 0, StopSignal(lambda: True))
     port = int(self.url.rsplit(':', 1)[1])
     with self.assertRaisesRegex(types.UserError, f'--port={port} is not available'):
-      viewer.serve(self.folder, port, lambda: True)
+      viewer.serve(self.folder, port, StopSignal(lambda: True))
 
   def test_browser_draws_runs_seeds_and_episodes(self):
     browser = shutil.which('chromium') or shutil.which('google-chrome')

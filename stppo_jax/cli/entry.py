@@ -26,6 +26,7 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.types import hint
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
@@ -51,7 +52,7 @@ def main() -> None:
 def _end(code):
   """Ends the process if threads of an environment or of the compiler keep it."""
   time.sleep(_EXIT_S)
-  if guard.has_abandoned() or calls.is_running(calls.COMPILER):
+  if guard.has_left_calls() or calls.is_running(calls.COMPILER):
     os._exit(code)
 
 
@@ -109,9 +110,9 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
 
       determinism.enable()  # before JAX starts the devices
     _start_jax(flags, workdir)
-  handled = signals.handled() if mode.stops else contextlib.nullcontext(lambda: False)
-  with handled as stop_requested:
-    code = mode.run(Command(config, workdir, flags, parsed.operands, stop_requested))
+  handled = signals.handled() if mode.stops else contextlib.nullcontext(NEVER)
+  with handled as stop_signal:
+    code = mode.run(Command(config, workdir, flags, parsed.operands, stop_signal))
   hosts.finish()
   return code
 

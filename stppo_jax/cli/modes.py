@@ -16,6 +16,7 @@ from absl import logging
 
 from stppo_jax.cli.flags import Flags
 from stppo_jax.config import Config
+from stppo_jax.stop_signal import StopSignal
 
 
 class Command(NamedTuple):
@@ -25,7 +26,7 @@ class Command(NamedTuple):
   workdir: str
   flags: Flags
   operands: Sequence[str]  # words after the mode
-  stop_requested: Callable[[], bool]  # see signals.handled
+  stop_signal: StopSignal  # see signals.handled
 
 
 def show(text: str) -> None:
@@ -42,14 +43,14 @@ def train(command: Command) -> None:
   from stppo_jax.training import loop
 
   profile = command.flags.profile
-  loop.start(command.config, command.workdir, command.stop_requested, profile)
+  loop.start(command.config, command.workdir, command.stop_signal, profile)
 
 
 def sft(command: Command) -> None:
   """Trains the model on conversations, and writes WORKDIR/model, from which a run may start."""
   from stppo_jax.training import imitation
 
-  print(imitation.start(command.config, command.workdir, command.stop_requested))
+  print(imitation.start(command.config, command.workdir, command.stop_signal))
 
 
 def evaluate(command: Command) -> None:
@@ -61,7 +62,7 @@ def evaluate(command: Command) -> None:
   config = command.config
   if config.eval.address:
     jax.config.update('jax_platforms', 'cpu')  # leaves the accelerator to the server
-  results = job.evaluate(config, command.workdir, command.stop_requested)
+  results = job.evaluate(config, command.workdir, command.stop_signal)
   if results is not None:
     print(results.table)
     logging.info('episodes and results are in %s', results.folder)
@@ -72,8 +73,7 @@ def sample(command: Command) -> None:
   from stppo_jax.evaluation import sample as sample_lib
 
   batches = command.flags.batches
-  stop_requested = command.stop_requested
-  text = sample_lib.sample(command.config, command.workdir, batches, stop_requested)
+  text = sample_lib.sample(command.config, command.workdir, batches, command.stop_signal)
   print(text)
 
 
@@ -92,7 +92,7 @@ def serve(command: Command) -> None:
   config = command.config
   port = command.flags.port
   load = lambda: policy_lib.policy(config, command.workdir)
-  gateway.serve(config, load, port, command.stop_requested)
+  gateway.serve(config, load, port, command.stop_signal)
 
 
 def chat(command: Command) -> None:
@@ -134,7 +134,7 @@ def watch(command: Command) -> None:
   from stppo_jax.monitoring import viewer
 
   with contextlib.suppress(KeyboardInterrupt):
-    viewer.serve(command.workdir, command.flags.port, command.stop_requested)
+    viewer.serve(command.workdir, command.flags.port, command.stop_signal)
 
 
 def export_atif(command: Command) -> None:
@@ -224,7 +224,7 @@ class Mode:
   reads_run: bool = False  # without --config it uses WORKDIR/config.json
   starts_jax: bool = False  # as one of several processes, or alone
   suffix: str = ''  # what follows the config's name in the default workdir
-  stops: bool = False  # it calls `stop_requested`. Other modes end at SIGTERM as any program
+  stops: bool = False  # it looks at the signal. Other modes end at SIGTERM as any program
 
 
 MODES = {

@@ -1,6 +1,5 @@
 """What SIGTERM and Ctrl-C do to a running command."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import signal
@@ -9,23 +8,23 @@ import threading
 
 from stppo_jax import types
 from stppo_jax.envs import guard
+from stppo_jax.stop_signal import StopSignal
 
 
 @contextlib.contextmanager
-def handled() -> Iterator[Callable[[], bool]]:
-  """Yields a function `stop_requested`, which returns whether SIGTERM was received.
+def handled() -> Iterator[StopSignal]:
+  """Yields the signal that SIGTERM sets.
 
   After a Ctrl-C, Python raises KeyboardInterrupt in whatever code is running. A library's callback
-  may ignore it there, so the function raises it again. Until the function is called for the first
-  time there is nothing to save, so SIGTERM raises Stopped at once. If a callback ignores that, the
-  function returns true.
+  may ignore it there, so `is_set` raises it again. Until `is_set` is called for the first time
+  there is nothing to save, so SIGTERM raises Stopped at once. If a callback ignores that, the
+  signal is set.
 
-  Training calls the function in two places. Between updates `Run.remaining_updates` calls it and
-  ends the loop. While episodes are played or the run waits for a retriever,
-  `hosts.raise_if_stopped` and the guard of environments call it and raise Stopped, which
-  `Run.guard` catches. In both cases `Run.finish` saves the updates that are done, and the command
-  ends with exit code 0. Where the main thread itself runs the code of an environment, SIGTERM
-  raises Stopped in it.
+  Training looks at the signal in two places. Between updates `Run.remaining_updates` ends the
+  loop. While episodes are played or the run waits for a retriever, `Agent.play` and the guard of
+  environments raise Stopped, which `Run.guard` catches. In both cases `Run.finish` saves the
+  updates that are done, and the command ends with exit code 0. Where the main thread itself runs
+  the code of an environment, SIGTERM raises Stopped in it.
   """
   terminated = threading.Event()
   interrupted = threading.Event()
@@ -40,7 +39,7 @@ def handled() -> Iterator[Callable[[], bool]]:
     interrupted.set()
     raise KeyboardInterrupt
 
-  def stop_requested():
+  def is_set():
     polled.set()
     if interrupted.is_set():
       raise KeyboardInterrupt
@@ -49,7 +48,7 @@ def handled() -> Iterator[Callable[[], bool]]:
   previous_hook = sys.unraisablehook
 
   def report_unraisable(unraisable):
-    # `stop_requested` reports these two again.
+    # `is_set` reports these two again.
     if not isinstance(unraisable.exc_value, (KeyboardInterrupt, types.Stopped)):
       previous_hook(unraisable)
 
@@ -57,7 +56,7 @@ def handled() -> Iterator[Callable[[], bool]]:
   sys.unraisablehook = report_unraisable
   previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
   try:
-    yield stop_requested
+    yield StopSignal(is_set)
   finally:
     sys.unraisablehook = previous_hook
     for number, handler in previous.items():

@@ -24,13 +24,13 @@ class ThreadedCall(threading.Thread):
     """Calls the function. Only the thread calls this method."""
     try:
       self._function()
-    except Exception as error:  # raised by `has_ended`
+    except Exception as error:  # raised by `wait`
       self._error = error
     except BaseException as error:
       self._error = RuntimeError(f'{type(error).__name__}: {error}')
       self._error.__cause__ = error
 
-  def has_ended(self, timeout_s: float) -> bool:
+  def wait(self, timeout_s: float) -> bool:
     """Waits up to `timeout_s`; returns whether the call has ended, or raises its error."""
     self.join(timeout_s)
     if self._error is not None:

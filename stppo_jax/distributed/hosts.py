@@ -33,6 +33,7 @@ from stppo_jax import types
 from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
+from stppo_jax.stop_signal import StopSignal
 
 SILENCE_S = 20  # JAX ends the others when a process is killed or unreachable for this long
 START_S = 300  # time limit for all processes to start
@@ -168,26 +169,22 @@ def posted(name: str) -> str:
   return _exchange().posted(name) if jax.process_count() > 1 else ''
 
 
-def raise_if_stopped(requested: Callable[[], bool]) -> None:
-  """Raises Stopped on all processes if `requested()` is true on any. All processes call it."""
-  if any(share(requested())):
-    raise types.Stopped
+def together(stop_signal: StopSignal) -> StopSignal:
+  """Returns the signal that is set on all processes if it is on any. All look at it together."""
+  return StopSignal(lambda: any(share(stop_signal.is_set())))
 
 
-def anywhere(name: str, condition: Callable[[], bool]) -> Callable[[], bool]:
-  """Returns a function that is true once `condition()` was true on any process. It waits for none.
-
-  It stays true.
-  """
+def anywhere(stop_signal: StopSignal) -> StopSignal:
+  """Returns the signal that is set once it was set on any process. It waits for no process."""
   has_posted = threading.Event()
 
-  def is_true():
-    if condition() and not has_posted.is_set():
+  def is_set():
+    if stop_signal.is_set() and not has_posted.is_set():
       has_posted.set()
-      post(name, 'true')
-    return has_posted.is_set() or posted(name) != ''
+      post('stop', 'true')
+    return has_posted.is_set() or posted('stop') != ''
 
-  return is_true
+  return StopSignal(is_set)
 
 
 def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:

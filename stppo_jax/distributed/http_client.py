@@ -10,6 +10,7 @@ from typing import TypeVar
 import requests
 
 from stppo_jax.distributed import calls
+from stppo_jax.stop_signal import StopSignal
 
 Result = TypeVar('Result')
 # Statuses worth another attempt.
@@ -18,7 +19,7 @@ _MAX_WAIT_S = 60.0
 _JITTER = random.Random()  # not the global one, from which environments may draw
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _TEXT_LENGTH = 300  # characters of an error's answer
-_POLL_S = 1.0  # between two questions whether to give up
+_POLL_S = 1.0  # between two looks at the signal
 
 
 class Temporary(Exception):
@@ -46,10 +47,6 @@ class Rejected(Exception):
     super().__init__(f'HTTP status {status}')
     self.status = status
     self.text = text
-
-
-class GivenUp(Exception):
-  """The caller has given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,27 +86,19 @@ def send(session: requests.Session, url: str, body: Any, limits: ClientLimits) -
     raise Temporary(type(error).__name__, is_silent=True) from error
 
 
-def call_within(call: Callable[[], Result], total_s: float, gives_up: Callable[[], bool]) -> Result:
-  """Returns the result of `call`. Raises Temporary after `total_s`, and GivenUp.
+def call_within(call: Callable[[], Result], total_s: float, stop_signal: StopSignal) -> Result:
+  """Returns the result of `call`. Raises Temporary after `total_s`, and Stopped.
 
   A socket's time-out restarts with every byte, so a slow server could hold a plain call forever.
   """
   results: list[Result] = []
   thread = calls.ThreadedCall(lambda: results.append(call()))
   deadline = time.monotonic() + total_s
-  while not thread.has_ended(max(0.0, min(deadline - time.monotonic(), _POLL_S))):
-    if gives_up():
-      raise GivenUp
+  while not thread.wait(max(0.0, min(deadline - time.monotonic(), _POLL_S))):
+    stop_signal.raise_if_set()
     if time.monotonic() > deadline:
       raise Temporary(f'no complete answer within {total_s} s', is_silent=True)
   return results[0]
-
-
-def sleep_unless(gives_up: Callable[[], bool], seconds: float) -> None:
-  """Sleeps for `seconds`, or until `gives_up()` is true."""
-  deadline = time.monotonic() + seconds
-  while not gives_up() and (left_s := deadline - time.monotonic()) > 0:
-    time.sleep(min(left_s, _POLL_S))
 
 
 def with_retries(

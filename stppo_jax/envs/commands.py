@@ -57,7 +57,7 @@ class Process:
     except OSError:  # the keeper has died, which `result` reports
       pass
 
-  def has_ended(self, timeout_s: float) -> bool:
+  def wait(self, timeout_s: float) -> bool:
     """Waits up to `timeout_s`; returns whether the command has ended."""
     try:
       self._process.wait(timeout_s)
@@ -73,7 +73,7 @@ class Process:
       self._process.stdin.close()  # type: ignore[union-attr]
     except OSError:
       pass
-    if not self.has_ended(_END_S):
+    if not self.wait(_END_S):
       self._process.kill()
       self._process.wait()
     with self._output:

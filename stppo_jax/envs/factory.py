@@ -191,7 +191,7 @@ class IsolatedEnv(GuardedEnv):
   The state starts from the episode's seed and is kept between calls. So an environment that draws
   from the global generators without seeding them plays a different game in each episode, and the
   same games in a repeated run. A lock keeps calls in different threads apart. A call that is
-  abandoned loses the lock, and what it still draws is drawn from the process's state.
+  left running loses the lock, and what it still draws is drawn from the process's state.
   """
 
   def __init__(

@@ -1,7 +1,7 @@
 """Time limits and stops for the code of users, which may never return.
 
 The code runs in threads that end with the process and that nobody waits for. The caller waits until
-the call returns, takes too long, or is to be given up. A call that is blocked is abandoned.
+the call returns, takes too long, or the run stops. A call that is blocked stays behind.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import types
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
-_POLL_S = 0.25  # between two looks whether to give up
-_HAS_ABANDONED = threading.Event()
+_POLL_S = 0.25  # between two looks at the signal
+_LEFT_CALLS = threading.Event()  # set once a call was left that still ran
 _IN_MAIN_THREAD = threading.Event()  # set while the main thread itself runs a user's code
 _CURRENT: contextvars.ContextVar['_Job | None'] = contextvars.ContextVar('job', default=None)
 _IDLE: list['_Worker'] = []  # the last one is taken next, so that calls one by one share a thread
@@ -26,7 +28,7 @@ _LOCK = threading.Lock()  # guards _IDLE
 
 
 class TimedOut(Exception):
-  """A call took longer than its limit, and was abandoned."""
+  """A call took longer than its limit, and was left running."""
 
   def __init__(self, what: str, timeout_s: float, stack: traceback.StackSummary):
     place = plugins.user_line(stack)
@@ -38,15 +40,15 @@ class TimedOut(Exception):
 
 
 class StopSeen(Exception):
-  """A call was abandoned because the run stops."""
+  """A call was left running because the run stops."""
 
 
 class Guard:
-  """Calls functions of users with a time limit, and gives them up when the run stops.
+  """Calls functions of users with a time limit, and leaves them when the run stops.
 
   Args:
     timeout_s: time limit of a call; 0: none.
-    gives_up: whether to abandon calls in progress and raise Stopped.
+    stop_signal: leaves calls in progress, and raises Stopped.
     raises: raise Stopped. Otherwise raise StopSeen, because several processes stop together.
     in_place: without a time limit, calls run in the thread of the caller. In the main thread,
       SIGTERM then raises Stopped within them.
@@ -55,18 +57,18 @@ class Guard:
   def __init__(
       self,
       timeout_s: float = 0.0,
-      gives_up: Callable[[], bool] = lambda: False,
+      stop_signal: StopSignal = NEVER,
       in_place: bool = False,
       raises: bool = True,
   ):
     self._timeout_s = timeout_s or math.inf
-    self._gives_up = gives_up
+    self._stop_signal = stop_signal
     self._in_place = in_place and not timeout_s
     self._stopped = types.Stopped if raises else StopSeen
 
   def unlimited(self) -> 'Guard':
-    """Returns a guard that gives up as this one does, without a time limit."""
-    return Guard(0.0, self._gives_up, self._in_place, self._stopped is types.Stopped)
+    """Returns a guard with the same signal, without a time limit."""
+    return Guard(0.0, self._stop_signal, self._in_place, self._stopped is types.Stopped)
 
   def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns function(*args, **kwargs), or raises its error.
@@ -80,22 +82,22 @@ class Guard:
     worker = _take_worker()
     worker.jobs.put(job)
     try:
-      while not job.has_ended.wait(min(_POLL_S, max(job.deadline - time.monotonic(), 0.0))):
-        if self._gives_up():
+      while not job.ended.wait(min(_POLL_S, max(job.deadline - time.monotonic(), 0.0))):
+        if self._stop_signal.is_set():
           raise self._stopped
         if time.monotonic() > job.deadline:
           raise TimedOut(what, self._timeout_s, worker.stack())
     except BaseException:
-      if not job.has_ended.is_set():
-        job.is_abandoned.set()
-        _HAS_ABANDONED.set()
+      if not job.ended.is_set():
+        job.stop_signal.set()
+        _LEFT_CALLS.set()
       raise
     return job.result()
 
   def acquire(self, lock: threading.Lock) -> None:
     """Acquires a lock that another call may hold for long. Raises Stopped."""
     while not lock.acquire(timeout=_POLL_S):
-      if self._gives_up():
+      if self._stop_signal.is_set():
         raise self._stopped
 
 
@@ -109,14 +111,14 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
     return
   job.deadline = math.inf
-  if job.is_abandoned.wait(seconds):
+  if job.stop_signal.wait(seconds):
     raise types.Stopped
   job.deadline = time.monotonic() + job.timeout_s
 
 
-def has_abandoned() -> bool:
-  """Whether a call was abandoned. Threads that it has started may keep the process from exiting."""
-  return _HAS_ABANDONED.is_set()
+def has_left_calls() -> bool:
+  """Whether a call was left running. Its threads may keep the process from exiting."""
+  return _LEFT_CALLS.is_set()
 
 
 def is_in_main_thread() -> bool:
@@ -130,15 +132,15 @@ class _Job:
   def __init__(self, function, args, kwargs, timeout_s):
     self.timeout_s = timeout_s
     self.deadline = time.monotonic() + timeout_s
-    self.has_ended = threading.Event()
-    self.is_abandoned = threading.Event()
+    self.ended = threading.Event()
+    self.stop_signal = StopSignal()  # set when nobody waits for the call any more
     self._context = contextvars.copy_context()  # a thread would have another one
     self._call = lambda: function(*args, **kwargs)
     self._value: Any = None
     self._error: Exception | None = None
 
   def run(self):
-    """Makes the call. `has_ended` is set by the worker, when it is free again."""
+    """Makes the call. `ended` is set by the worker, when it is free again."""
     self._context.run(_CURRENT.set, self)
     try:
       self._value = self._context.run(self._call)
@@ -172,7 +174,7 @@ class _Worker(threading.Thread):
       job.run()
       with _LOCK:
         _IDLE.append(self)  # first, so that the next call takes the same thread
-      job.has_ended.set()
+      job.ended.set()
       del job
 
   def stack(self):

@@ -20,7 +20,7 @@ from stppo_jax.envs import rewards
 
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 _Results = list[_Passages] | tuple[_Passages, ...]  # one per query
-_MAX_FRAMES = 5  # shown of a call that was abandoned
+_MAX_FRAMES = 5  # shown of a call that was left running
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
@@ -146,7 +146,7 @@ def call_retriever(
 
   A retriever that can give up by itself has its own time limits.
   """
-  limit = guard.unlimited() if hasattr(retriever, 'give_up') else guard
+  limit = guard.unlimited() if hasattr(retriever, 'stop_signal') else guard
   try:
     return limit.call('search', retriever.search, queries, top_k)
   except guard_lib.StopSeen:

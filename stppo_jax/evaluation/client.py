@@ -12,13 +12,14 @@ import functools
 import json
 import math
 import re
-import threading
 import time
 from typing import Any
 
 import requests
 
 from stppo_jax.distributed import http_client
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 
 RETRIES = 6  # further attempts per request
@@ -55,14 +56,14 @@ class ChatCompletion:
 
 
 class ChatClient:
-  """Asks for completions. Threads may share it, and `abandoned` ends their waits.
+  """Asks for completions. Threads may share it, and `stop_signal` ends their waits.
 
   Args:
     address: up to /v1.
     api_key: empty: the server needs none.
     fields: of each request, such as `model`.
     stop: texts that end a turn.
-    abandoned: set when the job has ended.
+    stop_signal: set when the job has ended.
   """
 
   def __init__(
@@ -71,7 +72,7 @@ class ChatClient:
       api_key: str,
       fields: Mapping[str, Any],
       stop: Sequence[str] = (),
-      abandoned: threading.Event | None = None,
+      stop_signal: StopSignal = NEVER,
   ):
     self._address = address
     self._api_key = api_key
@@ -79,7 +80,7 @@ class ChatClient:
     if stop:
       self._fields['stop'] = list(stop[:_MAX_STOPS])
     self._stop = tuple(stop)
-    self._abandoned = abandoned or threading.Event()
+    self._stop_signal = stop_signal
     self._has_answered = False
     self._answered_s = -math.inf  # when the newest answer came
     self._session = requests.Session()
@@ -97,13 +98,13 @@ class ChatClient:
       body['seed'] = seed
     attempt = functools.partial(self._attempt, body)
     try:
-      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
+      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._stop_signal.wait)
     except http_client.Temporary as error:
       raise UnansweredError(str(error)) from error
 
   def _attempt(self, body: Mapping[str, Any], unused_number: int) -> ChatCompletion:
     """Sends the request once. Raises http_client.Temporary if another attempt may help."""
-    if self._abandoned.is_set():
+    if self._stop_signal.is_set():
       raise UnansweredError('the job has ended')
     url = self._address.rstrip('/') + '/chat/completions'
     began_s = time.monotonic()

@@ -7,7 +7,6 @@ folder, so that the same command continues a job that was stopped:
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
@@ -34,6 +33,8 @@ from stppo_jax.evaluation import remote
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
 from stppo_jax.monitoring import outcomes
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
 _PROGRESS_S = 10.0  # between two lines of progress
 
@@ -49,20 +50,20 @@ class EvaluationResults:
 
 
 def evaluate(
-    config: Config, workdir: str, stop_requested: Callable[[], bool] = lambda: False
+    config: Config, workdir: str, stop_signal: StopSignal = NEVER
 ) -> EvaluationResults | None:
   """Plays the remaining episodes, and returns the results on the process that writes.
 
-  Returns None on the other processes, and after `stop_requested()`, when the same command
+  Returns None on the other processes, and after `stop_signal`, when the same command
   continues the job.
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
   player: players.Player
   if config.eval.address:
-    player = remote.RemotePlayer(config, stop_requested)
+    player = remote.RemotePlayer(config, stop_signal)
   else:
-    player = players.LocalPlayer(config, workdir, stop_requested)
+    player = players.LocalPlayer(config, workdir, stop_signal)
   _check_ids(player.tasks)
   settings = _settings(config, player)
   path = config.eval.folder or os.path.join(workdir, 'eval', _folder_name(config, player, settings))

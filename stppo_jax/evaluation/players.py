@@ -3,7 +3,6 @@
 `LocalPlayer` plays a checkpoint with the run's own agent. `remote.RemotePlayer` asks a server.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -107,7 +107,7 @@ def check_failures(config: Config, episodes: Sequence[types.Episode]) -> None:
 class LocalPlayer(Player):
   """A checkpoint of a run, or the model before training, played by the run's own agent."""
 
-  def __init__(self, config: Config, workdir: str, stop_requested: Callable[[], bool]):
+  def __init__(self, config: Config, workdir: str, stop_signal: StopSignal):
     policy, parts = policy_lib.load(config, workdir)
     self.tasks = parts.held_out
     self.batch = _ROUNDS * config.eval.rows
@@ -121,10 +121,9 @@ class LocalPlayer(Player):
 
     self._config = config
     self._is_greedy = temperature(config) == 0
-    self._stop_requested = stop_requested
+    self._stop_signal = stop_signal
     self._agent = make_agent(config, parts, policy.model)
-    if hasattr(self._agent.retriever, 'give_up'):
-      self._agent.retriever.give_up = stop_requested
+    self._agent.set_stop_signal(stop_signal)
     self._params = self._agent.sampler.copy(policy.params)
     self._keys = row_keys(config, self.tasks)
     self.rows_per_episode = self._agent.env.rows_per_episode
@@ -136,7 +135,7 @@ class LocalPlayer(Player):
         [row.task for row in rows],
         jnp.stack([self._keys[row.key] for row in rows]),
         greedy=self._is_greedy,
-        give_up=self._stop_requested,
+        stop_signal=self._stop_signal,
     )
     check_failures(self._config, episodes)
     decode = self._agent.tokenizer.decode

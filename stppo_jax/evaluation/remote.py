@@ -8,7 +8,6 @@ max_tokens, an episode ends once the server counts `rollout.max_total` tokens, a
 not cut.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -32,10 +31,11 @@ from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-_POLL_S = 0.2  # between two calls of stop_requested
+_POLL_S = 0.2  # between two looks at the signal
 _NO_TOKENS = np.zeros(0, np.int32)
 _DECLARED = (
     'the model at config.eval.address reads its tools as a text before the question; an agent '
@@ -49,7 +49,7 @@ class RemotePlayer(players.Player):
   rows_per_episode = 1
   batch = 0
 
-  def __init__(self, config: Config, stop_requested: Callable[[], bool]):
+  def __init__(self, config: Config, stop_signal: StopSignal):
     if jax.process_count() > 1:
       raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)
@@ -64,9 +64,9 @@ class RemotePlayer(players.Player):
     }
     self._config = config
     self._env = parts.env_with_retriever
-    self._stop_requested = stop_requested
-    self._abandoned = threading.Event()
-    self._guard = prepare.make_guard(config, self._abandoned.is_set)
+    self._stop_signal = stop_signal
+    self._is_over = StopSignal()  # ends the threads with the job
+    self._guard = prepare.make_guard(config, self._is_over)
     temperature = players.temperature(config)
     fields: dict[str, Any] = {
         'model': config.eval.model,
@@ -84,7 +84,7 @@ class RemotePlayer(players.Player):
         fields,
         # The server would also stop in a thought. Without them, `_action_text` cuts the turn.
         () if self._env.skips_thoughts else self._env.stop_strings,
-        self._abandoned,
+        self._is_over,
     )
     keys = players.row_keys(config, self.tasks)
     seeds = episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))
@@ -113,8 +113,7 @@ class RemotePlayer(players.Player):
     num_left = len(rows)
     try:
       while num_left and in_a_row < eval_rows:
-        if self._stop_requested():
-          raise types.Stopped
+        self._stop_signal.raise_if_set()
         try:
           outcome = ended.get(timeout=_POLL_S)
         except queue.Empty:
@@ -133,7 +132,7 @@ class RemotePlayer(players.Player):
         else:
           yield outcome
     finally:
-      self._abandoned.set()
+      self._is_over.set()
     if unanswered:
       raise RunError(
           f'{self._config.eval.address} gave no answer to {len(unanswered)} of {len(rows)} '
@@ -144,7 +143,7 @@ class RemotePlayer(players.Player):
 
   def _work(self, waiting: queue.SimpleQueue, ended: queue.SimpleQueue) -> None:
     """Plays rows until none is left; hands over episodes and errors."""
-    while not self._abandoned.is_set():
+    while not self._is_over.is_set():
       try:
         row = waiting.get_nowait()
       except queue.Empty:

@@ -1,6 +1,5 @@
 """Plays batches of a run with a fixed policy, and saves them for training on them later."""
 
-from collections.abc import Callable
 import dataclasses
 import json
 import os
@@ -16,15 +15,14 @@ from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import run as run_lib
 from stppo_jax.trajectories import saved
 from stppo_jax.types import Stopped
 
 
-def sample(
-    config: Config, workdir: str, num_batches: int, stop_requested: Callable[[], bool]
-) -> str:
+def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSignal) -> str:
   """Plays batches 1 to `num_batches` of a run without training; returns their folder.
 
   Samples at the temperature of training, with the policy that `policy.policy` loads. 0 batches: as
@@ -44,7 +42,7 @@ def sample(
   own_sampler = dataclasses.replace(config.rollout, engine='')
   agent_config = dataclasses.replace(config, rollout=own_sampler)
   agent = agents.make_agent(agent_config, parts, loaded.model, mesh)
-  batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_requested)
+  batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_signal)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)
   logging.info('%s plays %d batches of %d questions', loaded.description, num_batches, per_batch)
@@ -54,7 +52,7 @@ def sample(
     if hosts.by_writer(os.path.exists, path):
       continue
     try:
-      hosts.raise_if_stopped(stop_requested)
+      hosts.together(stop_signal).raise_if_set()
       batch = batches.sample(params, number, 0)
     except Stopped:
       logging.info('stopped before %s: the same command continues there', path)

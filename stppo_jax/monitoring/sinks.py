@@ -141,7 +141,7 @@ class Tracker:
 
   def close(self) -> None:
     """Finishes the upload, within a time limit: without network it may wait for ever."""
-    if not calls.ThreadedCall(self._run.finish).has_ended(FINISH_S):
+    if not calls.ThreadedCall(self._run.finish).wait(FINISH_S):
       raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `{self.name} sync`')
 
 

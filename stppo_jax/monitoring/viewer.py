@@ -15,7 +15,6 @@ The server listens on the loopback interface, answers GET only, and checks the H
 a page of another origin cannot read the answers through DNS rebinding.
 """
 
-from collections.abc import Callable
 import functools
 import http
 import http.server
@@ -30,6 +29,7 @@ from absl import logging
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 
 _LOOPBACK = ('localhost', '127.0.0.1')
@@ -44,7 +44,7 @@ class NotFoundError(Exception):
   """There is no such page, run or file."""
 
 
-def serve(folder: str, port: int, stop_requested: Callable[[], bool]) -> None:
+def serve(folder: str, port: int, stop_signal: StopSignal) -> None:
   """Serves the page until a stop is requested. UserError: no such folder, or the port is in use."""
   if not os.path.isdir(folder):
     raise UserError(f'--workdir={folder!r} is not a folder: give a run, or a folder of runs')
@@ -56,7 +56,7 @@ def serve(folder: str, port: int, stop_requested: Callable[[], bool]) -> None:
     ) from error
   with server:
     logging.info('viewer of %s: http://127.0.0.1:%d (Ctrl-C ends it)', folder, server.server_port)
-    while not stop_requested():
+    while not stop_signal.is_set():
       server.handle_request()
 
 

@@ -7,7 +7,6 @@ It supports two dialects, those of the servers of Search-R1 and of RAGEN (also r
   ragen      {'query': .., 'top_k': 3} -> {'results': [{'id', 'content', 'score'}, ..]}
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
@@ -26,6 +25,8 @@ from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.distributed import http_client
 from stppo_jax.retrieval import protocol
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
 # Requests in flight at once. Search-R1's server searches in a thread per request, without a lock,
 # and an index of FAISS on GPUs does not support that.
@@ -58,7 +59,7 @@ class HttpRetriever:
   Network errors, time-outs and overload are retried as in `http_client.with_retries`. An unreadable
   answer is not.
 
-  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After a
+  `stop_signal` ends a search in progress within seconds, without an answer. After a
   request has had no answer at all in any attempt (a refused connection or a time-out), the search's
   requests that were not sent yet fail at once, because the server is most likely gone.
 
@@ -72,7 +73,7 @@ class HttpRetriever:
       settings: HttpSettings = HttpSettings(),
   ):
     self.address = _endpoint(url)
-    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another function
+    self.stop_signal = NEVER  # a run gives its own
     self.last_failure = ''
     self._settings = settings
     self._limits = http_client.ClientLimits(
@@ -120,13 +121,11 @@ class HttpRetriever:
     """Sends requests of bounded size side by side. A failed one does not affect the others."""
     size = self._settings.max_queries if self._settings.dialect == 'search_r1' else 1
     parts = [queries[i : i + size] for i in range(0, len(queries), size)]
-    fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
+    fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=StopSignal())
     with futures.ThreadPoolExecutor(min(self._settings.concurrency, len(parts))) as pool:
       return list(itertools.chain.from_iterable(pool.map(fetch, parts)))
 
-  def _fetch_part(
-      self, queries: list[str], top_k: int, is_gone: threading.Event
-  ) -> protocol.Results:
+  def _fetch_part(self, queries: list[str], top_k: int, is_gone: StopSignal) -> protocol.Results:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in Search-R1's."""
     is_ragen = self._settings.dialect == 'ragen'
     body: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
@@ -137,7 +136,7 @@ class HttpRetriever:
       rows = [answer['results']] if is_ragen else answer['result']
       if not isinstance(rows, list) or len(rows) != len(queries):
         raise ValueError(f'no list of {len(queries)} results')
-    except (http_client.GivenUp, http_client.Temporary):
+    except (types.Stopped, http_client.Temporary):
       pass  # `_send` has reported it
     except http_client.Rejected as error:
       self._report(str(error))
@@ -147,28 +146,27 @@ class HttpRetriever:
       return [self._read_passages(row, top_k) for row in rows]
     return [None] * len(queries)
 
-  def _send(self, body: dict[str, Any], is_gone: threading.Event) -> bytes:
+  def _send(self, body: dict[str, Any], is_gone: StopSignal) -> bytes:
     """Returns the server's answer, after retries. Sets `is_gone` where no attempt had any."""
     settings = self._settings
     is_silent = True
-    gives_up = lambda: self.give_up() or is_gone.is_set()
+    stop_signal = StopSignal(self.stop_signal.is_set, is_gone.is_set)
     post = functools.partial(http_client.send, self._session, self.address, body, self._limits)
 
     def attempt(number: int) -> bytes:
       nonlocal is_silent
       with self._in_flight:
-        if gives_up():
-          raise http_client.GivenUp
+        stop_signal.raise_if_set()
         try:
-          return http_client.call_within(post, settings.timeout_s, lambda: self.give_up())
+          return http_client.call_within(post, settings.timeout_s, self.stop_signal)
         except http_client.Temporary as error:
           is_silent &= error.is_silent
           self._report(str(error))
           raise
 
-    sleep = functools.partial(http_client.sleep_unless, gives_up)
+    retries = settings.retries
     try:
-      return http_client.with_retries(attempt, settings.retries, settings.backoff_s, sleep)
+      return http_client.with_retries(attempt, retries, settings.backoff_s, stop_signal.wait)
     except http_client.Temporary:
       if is_silent:
         is_gone.set()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
-import threading
 from typing import Any
 
 import jax
@@ -26,6 +25,8 @@ from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
 
 @dataclasses.dataclass
@@ -50,14 +51,14 @@ class Agent:
       keys: jax.Array,  # [episodes]
       groups: Sequence[int] | None = None,  # None: each episode is one
       greedy: bool = False,
-      give_up: Callable[[], bool] | None = None,
+      stop_signal: StopSignal = NEVER,
   ) -> list[types.Episode]:
     """Plays one episode per task, as many at once as the sampler has rows for.
 
     The keys fix each episode's randomness. Returns the rows of each task, in the order of the
     tasks. `params` are those of the policy, or a `Sampler.copy` of them, or a list of those of
-    several policies. Raises Stopped when `give_up()` is true: while an environment is called, after
-    a turn, and at the end, because a retriever that gives up at that moment leaves failed episodes.
+    several policies. Raises Stopped at the signal: while an environment is called, after
+    a turn, and at the end, because a retriever that stops at that moment leaves failed episodes.
 
     Choice: on many hosts rows wait for the environments, because all hosts must launch the same
     programs in the same order. The threads still step the environments of a host together.
@@ -65,9 +66,9 @@ class Agent:
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
     seeds = episode_lib.reset_seeds(keys, tasks)
-    is_over = threading.Event()  # ends calls that are still in progress after an error
-    gives_up = lambda: is_over.is_set() or (give_up is not None and give_up())
-    guard = prepare.make_guard(self.config, gives_up)
+    is_over = StopSignal(stop_signal.is_set)  # also ends calls in progress after an error
+    guard = prepare.make_guard(self.config, is_over)
+    all_stop = hosts.together(stop_signal)
     map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
       resources.callback(is_over.set)
@@ -79,8 +80,7 @@ class Agent:
         map_all = pool.map
 
       def step_envs(stepped, texts):
-        if give_up is not None:
-          hosts.raise_if_stopped(give_up)
+        all_stop.raise_if_set()
         return step_all(stepped, texts, map_all)
 
       rules = episode_lib.EpisodeRules(
@@ -97,9 +97,13 @@ class Agent:
       episodes, self.report = episode_lib.play(
           sampler, copy, self.tokenizer, inputs, rules, self.run
       )
-    if give_up is not None:
-      hosts.raise_if_stopped(give_up)
+    all_stop.raise_if_set()
     return episodes
+
+  def set_stop_signal(self, stop_signal: StopSignal) -> None:
+    """Gives the retriever the signal of the run, if it takes one."""
+    if hasattr(self.retriever, 'stop_signal'):
+      self.retriever.stop_signal = stop_signal
 
   @contextlib.contextmanager
   def opened(
@@ -108,10 +112,11 @@ class Agent:
       updates: int,
       params: Any,
       tasks: Sequence[types.Task],
-      give_up: Callable[[], bool],
+      stop_signal: StopSignal,
   ) -> Iterator[None]:
     """Context manager of a run in `workdir`, whose policy `params` has had so many updates."""
-    del workdir, updates, params, tasks, give_up  # a sampler in this process has nothing to open
+    # A sampler in this process has nothing to open.
+    del workdir, updates, params, tasks, stop_signal
     yield
 
   def gap(self, params: Any) -> float | None:

@@ -28,6 +28,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
+from stppo_jax.stop_signal import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class RemoteAgent(agent_lib.Agent):
       updates: int,
       params: Any,
       tasks: Sequence[types.Task],
-      give_up: Callable[[], bool],
+      stop_signal: StopSignal,
   ) -> Iterator[None]:
     """Context manager of a run in `workdir`, whose policy `params` has had so many updates.
 
@@ -114,7 +115,7 @@ class RemoteAgent(agent_lib.Agent):
     api = make_api(tuple(self.tokenizer.eos_ids))
     # Engines look for stop strings in thoughts, too. Without them, `make_turn` alone cuts the turn.
     stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
-    fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, give_up)
+    fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, stop_signal)
     distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
     self.sampler = remote.RemoteSampler(fleet, distribution)
     self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)

@@ -33,6 +33,8 @@ from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout.batching import batch_keys
 from stppo_jax.rollout.batching import Sampled
 from stppo_jax.rollout.batching import Unsampled
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,7 @@ class Batches:
   seed: int
   max_failed_share: float = 1.0  # share of episodes; above it the run waits for the retriever
   max_outage_s: float = 0.0  # longest wait
-  sleep: Callable = time.sleep
-  give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
+  stop_signal: StopSignal = NEVER  # ends the batch in progress, with Stopped
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   rows_per_episode: int = 1
@@ -179,7 +180,7 @@ class Batches:
     tasks, numbers = _repeated(questions, sizes)
     keys = episode_lib.row_keys(key, tasks)
     episodes, replays = self.until_answered(
-        lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
+        lambda: self.agent.play(params, tasks, keys, numbers, stop_signal=self.stop_signal)
     )
     return _Round(episodes, replays, self.agent.report, self._by_group(episodes))
 
@@ -206,14 +207,8 @@ class Batches:
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
-    gives_up = self.give_up or (lambda: False)
     return play_through(
-        play,
-        self.agent.retriever,
-        self.max_failed_share,
-        self.max_outage_s,
-        self.sleep,
-        guard=guard_lib.Guard(_LONGEST_WAIT_S, gives_up),
+        play, self.agent.retriever, self.max_failed_share, self.max_outage_s, self.stop_signal
     )
 
 
@@ -403,9 +398,7 @@ def play_through(
     retriever: protocol.Retriever | None,
     max_failed_share: float,
     max_outage_s: float,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-    guard: guard_lib.Guard = guard_lib.IN_PLACE,  # calls the retriever
+    stop_signal: StopSignal = NEVER,
 ) -> tuple[list[types.Episode], int]:
   """Plays a batch until its searches are answered: returns (episodes, number of repetitions).
 
@@ -413,16 +406,18 @@ def play_through(
   retriever answers a probe, calls `play()` again. Waits double from 1 s to 60 s. Raises a RunError
   after `max_outage_s`. A lower share of failures is left to the update, which masks them.
   """
+  all_stop = hosts.together(stop_signal)
+  guard = guard_lib.Guard(_LONGEST_WAIT_S, stop_signal)  # calls the retriever
   episodes = play()
   replays = 0
-  started = clock()
+  started = time.monotonic()
   wait_s = _FIRST_WAIT_S
   source = 'the environment' if retriever is None else 'retrieval'
   while (share := failed_share(episodes)) > max_failed_share:
     address = getattr(retriever, 'address', '')
     failure = getattr(retriever, 'last_failure', '')
     where = f' ({address}: {failure})' if address else ''
-    left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
+    left_s = hosts.by_writer(lambda: max_outage_s - (time.monotonic() - started))
     if left_s <= 0:
       raise types.RunError(
           f'{source} failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
@@ -436,7 +431,7 @@ def play_through(
         where,
         wait_s,
     )
-    sleep(wait_s)
+    pause(wait_s, all_stop)
     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
     if hosts.by_writer(_answers, retriever, guard):
       episodes = play()
@@ -444,13 +439,11 @@ def play_through(
   return episodes, replays
 
 
-def pause(
-    seconds: float, stop_requested: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
-) -> None:
-  """Sleeps; raises Stopped within a second of `stop_requested()`."""
+def pause(seconds: float, all_stop: StopSignal) -> None:
+  """Waits, or raises Stopped. All processes look at the signal the same number of times."""
   while seconds > 0:
-    hosts.raise_if_stopped(stop_requested)
-    sleep(min(seconds, 1.0))
+    all_stop.raise_if_set()
+    time.sleep(min(seconds, 1.0))
     seconds -= 1.0
 
 

@@ -24,6 +24,8 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import layers
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 
 _ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')
@@ -141,13 +143,13 @@ def limits(config) -> episode_lib.EpisodeLimits:
   )
 
 
-def make_guard(config, gives_up: Callable[[], bool] = lambda: False) -> guard_lib.Guard:
-  """Returns the guard of the calls of environments, which ends them when `gives_up()` is true."""
+def make_guard(config, stop_signal: StopSignal = NEVER) -> guard_lib.Guard:
+  """Returns the guard of the calls of environments, which leaves them at the signal."""
   rollout = config.rollout
   if hosts.num_processes() == 1:
-    return guard_lib.Guard(rollout.env_timeout_s, gives_up, in_place=rollout.threads == 0)
+    return guard_lib.Guard(rollout.env_timeout_s, stop_signal, in_place=rollout.threads == 0)
   # All processes have to raise Stopped together, after the calls of this turn.
-  return guard_lib.Guard(rollout.env_timeout_s, hosts.anywhere('stop', gives_up), raises=False)
+  return guard_lib.Guard(rollout.env_timeout_s, hosts.anywhere(stop_signal), raises=False)
 
 
 def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer, frame: str) -> None:

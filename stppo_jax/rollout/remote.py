@@ -45,6 +45,7 @@ from stppo_jax.rollout import engine as engine_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
+from stppo_jax.stop_signal import StopSignal
 
 NUM_PROBES = 8  # turns of `check_agreement`
 _PROBE_TOKENS = 32
@@ -53,7 +54,7 @@ _UNKNOWN = -1  # version of an engine that has to be asked
 _IN_QUESTION = -2  # version while the engine is asked, or loads weights
 _RETRY_S = 2.0  # until an engine that failed is tried again; doubled after each further failure
 _LONGEST_RETRY_S = 30.0
-_POLL_S = 0.2  # between two questions whether to give up
+_POLL_S = 0.2  # between two looks at the signal
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
 _IDLE_S = 1.0  # no engine ends, starts again and answers within this time
@@ -95,23 +96,18 @@ class RemoteEngine:
     api: its interface.
     turn_s: time limit of a turn.
     run: eight hexadecimal digits that distinguish the weights of this run from those of others.
-    check_stopped: raises Stopped if the run is to end; see `Fleet`.
+    stop_signal: ends requests and waits, with Stopped.
   """
 
   def __init__(
-      self,
-      address: str,
-      api: servers.ServerApi,
-      turn_s: float,
-      run: str,
-      check_stopped: Callable[[], bool],
+      self, address: str, api: servers.ServerApi, turn_s: float, run: str, stop_signal: StopSignal
   ):
     self.address = address.strip().rstrip('/').removesuffix('/v1')
     self.answered_at = 0.0  # monotonic time of the newest turn, load or sign of being busy
     self.push_s = 0.0  # seconds of all pushes
     self._api = api
     self._run = run
-    self._check_stopped = check_stopped
+    self._stop_signal = stop_signal
     self._version = _UNKNOWN
     self._had_weights = False  # those of this run
     self._entrance = threading.Lock()  # each turn passes it; a push holds it
@@ -153,7 +149,7 @@ class RemoteEngine:
     """
     self._enter(passes_on)
     try:
-      self._check_stopped()
+      self._stop_signal.raise_if_set()
       if time.monotonic() < self._retry_at or self._has_trial:
         raise self._failure.with_traceback(None)
       weights = wanted()
@@ -187,7 +183,7 @@ class RemoteEngine:
     """Acquires the entrance. Raises Stopped, or Temporary for a turn that passes on."""
     started = time.monotonic()
     while not self._entrance.acquire(timeout=_POLL_S):
-      self._check_stopped()
+      self._stop_signal.raise_if_set()
       if not passes_on:
         continue
       if self._num_failures:
@@ -227,7 +223,7 @@ class RemoteEngine:
       self._check_owner(labels)
       with self._turn_ended:
         while not self._turn_ended.wait_for(lambda: not self._num_turns, _POLL_S):
-          self._check_stopped()
+          self._stop_signal.raise_if_set()
       self._version = _IN_QUESTION  # turns that failed before the load do not matter
       self._api.load(self._send_load, weights.folder, label)
       self.answered_at = time.monotonic()
@@ -259,7 +255,7 @@ class RemoteEngine:
     limits = http_client.ClientLimits(_CONNECT_S, total_s)
     url = self.address + path
     send = functools.partial(http_client.send, self._session, url, body, limits)
-    answer = http_client.call_within(send, total_s + _MARGIN_S, self._check_stopped)
+    answer = http_client.call_within(send, total_s + _MARGIN_S, self._stop_signal)
     try:
       return json.loads(answer)
     except ValueError:
@@ -397,7 +393,7 @@ class Fleet:
     stop_table: `Sampler.stop_table`, which decides where a turn ends.
     stop_strings: those that the engines look for.
     rows: turns in progress at once.
-    give_up: whether to abandon all turns and raise Stopped.
+    stop_signal: ends all turns, with Stopped.
   """
 
   def __init__(
@@ -408,19 +404,18 @@ class Fleet:
       stop_table: np.ndarray,
       stop_strings: Sequence[str],
       rows: int,
-      give_up: Callable[[], bool],
+      stop_signal: StopSignal,
   ):
     self.settings = settings
     self.folders = folders
     self.stop_strings = tuple(stop_strings)
     self.rows = rows
     self._stop_table = stop_table
-    self._give_up = give_up
-    self._is_over = False
+    self.stop_signal = StopSignal(stop_signal.is_set)  # also set at the end
     self._reported_push_s = 0.0
     run = secrets.token_hex(4)
     self.engines = [
-        RemoteEngine(address, api, settings.engine_timeout_s, run, self.check_stopped)
+        RemoteEngine(address, api, settings.engine_timeout_s, run, self.stop_signal)
         for address in settings.engine.split(',')
     ]
 
@@ -429,16 +424,10 @@ class Fleet:
     return self
 
   def __exit__(self, *unused_error) -> None:
-    self._is_over = True
+    self.stop_signal.set()
     for engine in self.engines:
       engine.await_push()
     self.folders.remove()
-
-  def check_stopped(self) -> bool:
-    """Raises Stopped if the run is to end. Else returns False: a call polls it and continues."""
-    if self._is_over or self._give_up():
-      raise types.Stopped
-    return False
 
   def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
     """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
@@ -478,7 +467,7 @@ class Fleet:
     num_bad = 0
     while True:
       for engine in engines:
-        self.check_stopped()
+        self.stop_signal.raise_if_set()
         try:
           answer, version = engine.sample(request, wanted, passes_on=len(engines) > 1)
           turn = make_turn(answer, request, self._stop_table, engine.address)
@@ -570,7 +559,7 @@ def run(
       started = time.perf_counter()
       done: set[futures.Future] = set()
       while not done:
-        fleet.check_stopped()
+        fleet.stop_signal.raise_if_set()
         events = [*turns, *pool.in_progress]
         done, _ = futures.wait(events, _POLL_S, futures.FIRST_COMPLETED)
       ended = time.perf_counter()

@@ -23,6 +23,7 @@ from stppo_jax.rollout import sampling
 from stppo_jax.serving import grammars
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
@@ -111,7 +112,7 @@ def serve(
     config: Config,
     load: Callable[[], tuple[decoder.ModelConfig, dict, int, str]],
     port: int,
-    stop_requested: Callable[[], bool],
+    stop_signal: StopSignal,
 ) -> None:
   """Serves until it is asked to stop; logs the address when it accepts requests.
 
@@ -161,7 +162,7 @@ def serve(
     return
   with running(config, scheduler, tokenizer, port) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
-    while not stop_requested():
+    while not stop_signal.is_set():
       scheduler.wait(0.2)
 
 

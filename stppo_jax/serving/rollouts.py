@@ -8,12 +8,10 @@ calls only `play`. Each episode is a session with its own address.
   here                 starts programs, ends those that take too long, turns sessions into rows
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import math
-import threading
 import time
 from typing import Any
 
@@ -36,6 +34,8 @@ from stppo_jax.rollout import engine
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -67,7 +67,7 @@ class ProgramAgent(agent_lib.Agent):
       keys: jax.Array,  # [episodes]
       groups: Sequence[int] | None = None,
       greedy: bool = False,
-      give_up: Callable[[], bool] | None = None,
+      stop_signal: StopSignal = NEVER,
   ) -> list[types.Episode]:
     """Plays one episode per task, `config.serve.rows` programs at a time.
 
@@ -88,7 +88,7 @@ class ProgramAgent(agent_lib.Agent):
         shares_prefixes=False,
     )
     with gateway.running(self.config, scheduler, self.tokenizer) as server:
-      runs = self._run_programs(server, tasks, keys, sampling, give_up)
+      runs = self._run_programs(server, tasks, keys, sampling, stop_signal)
     counts = scheduler.counts
     self.report = engine.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
@@ -138,22 +138,22 @@ class ProgramAgent(agent_lib.Agent):
       tasks: Sequence[types.Task],
       keys: jax.Array,
       sampling: sessions.Sampling,
-      give_up: Callable[[], bool] | None,
+      stop_signal: StopSignal,
   ) -> list[_ProgramRun]:
     """Runs a program per task, `config.serve.rows` at a time."""
-    stopping = threading.Event()
+    is_over = StopSignal()  # ends the programs, also after an error
+    all_stop = hosts.together(stop_signal)
 
     with futures.ThreadPoolExecutor(self.config.serve.rows) as pool:
       runs = []
       for task, key in zip(tasks, keys):
-        run = pool.submit(self._run_program, server, sampling, stopping, task, key)
+        run = pool.submit(self._run_program, server, sampling, is_over, task, key)
         runs.append(run)
       try:
         while futures.wait(runs, _POLL_S).not_done:
-          if give_up is not None:
-            hosts.raise_if_stopped(give_up)
+          all_stop.raise_if_set()
       finally:
-        stopping.set()
+        is_over.set()
         pool.shutdown(cancel_futures=True)
     return [run.result() for run in runs]
 
@@ -161,7 +161,7 @@ class ProgramAgent(agent_lib.Agent):
       self,
       server: Any,
       sampling: sessions.Sampling,
-      stopping: threading.Event,
+      is_over: StopSignal,
       task: types.Task,
       key: jax.Array,
   ) -> _ProgramRun:
@@ -172,26 +172,26 @@ class ProgramAgent(agent_lib.Agent):
     deadline = time.monotonic() + self.config.serve.agent_timeout_s
     url = f'{server.url}/s/{session.name}/v1'
     process: commands.Process | None = None
-    has_ended = False
+    is_done = False
     try:
       call: calls.ThreadedCall | commands.Process
       if isinstance(self.program, commands.CommandProgram):
         call = process = self.program.start(task, url, self.config.name)
       else:
         call = calls.ThreadedCall(lambda: self._play(run, url))
-      while not (has_ended := call.has_ended(_POLL_S)):
+      while not (is_done := call.wait(_POLL_S)):
         run.timed_out = time.monotonic() > deadline
-        if run.timed_out or stopping.is_set():
+        if run.timed_out or is_over.is_set():
           break
-      if has_ended and process is not None:
+      if is_done and process is not None:
         result = process.result()
         if result.reward is not None:
           run.session.reward(result.reward)
         run.session.measure(result.metrics)
-      if has_ended and not run.session.has_reward:
-        self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, stopping.is_set))
+      if is_done and not run.session.has_reward:
+        self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, is_over))
     except factory.ENDS_RUN as error:
-      if has_ended:  # the reward cannot be had
+      if is_done:  # the reward cannot be had
         raise
       run.error = f'{type(error).__name__}: {error}'
     except (rewards.RewardError, guard_lib.TimedOut) as error:

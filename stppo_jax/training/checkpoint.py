@@ -284,7 +284,7 @@ class Checkpoints:
       return
     barrier = ocp.multihost.get_barrier_sync_fn()
     waiting = calls.ThreadedCall(functools.partial(barrier, key=key, timeout_ms=timeout_ms))
-    while not waiting.has_ended(_POLL_S):
+    while not waiting.wait(_POLL_S):
       if reason := hosts.posted(self._attempt):
         raise _OtherProcessFailed(reason)
 

@@ -6,7 +6,6 @@ Checkpoints hold the parameters and the moments, and the same command resumes fr
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
@@ -45,6 +44,8 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
@@ -72,7 +73,7 @@ class Rows(NamedTuple):
   packing: packing.Packing
 
 
-def start(config: Config, workdir: str, stop_requested: Callable[[], bool] = lambda: False) -> str:
+def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
   """Trains, or resumes; returns the folder of the model, or a line if it was asked to stop.
 
   After a stop, the state after the last whole step is saved. After an interrupt, steps since the
@@ -88,7 +89,7 @@ def start(config: Config, workdir: str, stop_requested: Callable[[], bool] = lam
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     pools = load_pools(config)
     _claim(config, workdir, pools)
-    return _run(config, workdir, pools, stop_requested)
+    return _run(config, workdir, pools, stop_signal)
 
 
 def _claim(config, workdir, pools):
@@ -315,7 +316,7 @@ def _predicted(mask):
   return mask[:, 1:]
 
 
-def _run(config, workdir, pools, stop_requested):
+def _run(config, workdir, pools, stop_signal):
   """Trains on the pools; returns the folder of the model."""
   mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
@@ -349,8 +350,9 @@ def _run(config, workdir, pools, stop_requested):
     log = _Log(workdir, done, num_steps)
     if not done:
       log.held_out(0, trainer.loss(state['actor'], pools.held_out, batch))
+    all_stop = hosts.together(stop_signal)
     for n in range(done + 1, num_steps + 1):
-      if any(hosts.share(stop_requested())):
+      if all_stop.is_set():
         checkpoints.save(n - 1, state, {})
         return f'stopped after {n - 1} of {num_steps} steps; the same command continues'
       chosen = [pools.train[int(number.id)] for number in order.take(n - 1)]

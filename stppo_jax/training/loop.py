@@ -3,9 +3,9 @@
 An *update* is one batch of episodes with its optimizer steps. A *step* is one optimizer step.
 """
 
-from collections.abc import Callable
-
 from stppo_jax.config import Config
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 
@@ -32,15 +32,12 @@ def train(run: run_lib.Run) -> dict[str, float]:
 
 
 def start(
-    config: Config,
-    workdir: str,
-    stop_requested: Callable[[], bool] = lambda: False,
-    profile: int = 0,
+    config: Config, workdir: str, stop_signal: StopSignal = NEVER, profile: int = 0
 ) -> dict[str, float]:
   """Starts, or resumes, the run of a config in `workdir`; returns what `train` returns.
 
-  When `stop_requested()` turns true, the run finishes an update that is already training, and
-  abandons episodes that are still being played. Then it saves, and the next call does the rest. A
+  At the signal, the run finishes an update that is already training, and leaves episodes that are
+  still being played. Then it saves, and the next call does the rest. A
   run whose gradients stay non-finite ends, or rolls back to its newest checkpoint. A trace of
   `profile` updates goes to workdir/profile.
   """
@@ -51,9 +48,7 @@ def start(
     skip_through: int | None = None  # after a rollback, the batches up to this one are skipped
     rollbacks = recovery.Rollbacks(workdir, config.train.on_nonfinite)
     while True:
-      opened = run_lib.open_run(
-          parts, learners, agent, workdir, stop_requested, profile, skip_through
-      )
+      opened = run_lib.open_run(parts, learners, agent, workdir, stop_signal, profile, skip_through)
       try:
         with opened as run:
           return train(run)

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import math
-import threading
 import time
 
 from absl import logging
@@ -39,6 +37,8 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
@@ -143,16 +143,15 @@ def make_batches(
     agent: agent_lib.Agent,
     policy: Callable,
     tasks: list[types.Task],
-    give_up: Callable[[], bool],
+    stop_signal: StopSignal,
 ) -> pipeline_lib.Batches:
   """Makes the batches of a run: its tasks, and how they are played.
 
-  A batch is abandoned when `give_up()` turns true. `policy` combines trained with frozen
+  The signal ends a batch in progress. `policy` combines trained with frozen
   parameters, as `Learners.policy` does.
   """
   group_size = config.rollout.group_size
-  if hasattr(agent.retriever, 'give_up'):
-    agent.retriever.give_up = give_up
+  agent.set_stop_signal(stop_signal)
   return agent.batches(
       agent,
       policy,
@@ -161,12 +160,11 @@ def make_batches(
       config.seed,
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
-      functools.partial(pipeline_lib.pause, stop_requested=give_up),
-      give_up=give_up,
+      stop_signal,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
-      demonstrator=_make_demonstrator(config, agent, give_up),
+      demonstrator=_make_demonstrator(config, agent, stop_signal),
       allocation=_make_allocation(config, agent.env),
   )
 
@@ -190,7 +188,7 @@ def _make_allocation(config, env):
   )
 
 
-def _make_demonstrator(config, agent, give_up):
+def _make_demonstrator(config, agent, stop_signal):
   """Makes the player of config.rollout.demonstrations; None without them."""
   rollout = config.rollout
   if not rollout.demonstrations:
@@ -205,7 +203,7 @@ def _make_demonstrator(config, agent, give_up):
       per_group=rollout.demonstrated,
       every=rollout.demonstrate_every,
       strict=rollout.max_failed == 0,
-      guard=prepare.make_guard(config, give_up),
+      guard=prepare.make_guard(config, stop_signal),
   )
 
 
@@ -231,7 +229,7 @@ def open_run(
     learners: learner_lib.Learners,
     agent: agent_lib.Agent,
     workdir: str,
-    stop_requested: Callable[[], bool] = lambda: False,
+    stop_signal: StopSignal = NEVER,
     profile: int = 0,
     skip_through: int | None = None,
 ) -> Iterator['Run']:
@@ -242,11 +240,10 @@ def open_run(
   config = parts.config
   variant = learners.spec.variant
   _log_start(parts, learners.mesh)
-  has_ended = threading.Event()  # abandons a batch that is sampled ahead and not needed any more
-  give_up = lambda: has_ended.is_set() or stop_requested()
+  is_over = StopSignal(stop_signal.is_set)  # also ends a batch that is sampled ahead in vain
   if learners.teacher is not None:
-    learners.teacher.give_up = give_up
-  batches = make_batches(config, agent, learners.policy, parts.tasks, give_up)
+    learners.teacher.stop_signal = is_over
+  batches = make_batches(config, agent, learners.policy, parts.tasks, is_over)
   with contextlib.ExitStack() as resources:
     settings = config.train
     checkpoints = recovery.RunCheckpoints(
@@ -257,7 +254,7 @@ def open_run(
     first = progress.updates
     resources.enter_context(_compiling_ahead(parts, learners, settings.updates - first))
     policy = learners.policy(learners.actor)
-    opened = agent.opened(workdir, first, policy, parts.tasks, give_up)
+    opened = agent.opened(workdir, first, policy, parts.tasks, is_over)
     resources.enter_context(opened)
     del policy, opened
     journal = journal_lib.Journal(
@@ -272,7 +269,7 @@ def open_run(
     pipeline = resources.enter_context(_make_pipeline(parts, variant, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
-    resources.callback(has_ended.set)
+    resources.callback(is_over.set)
     before_update = resources.enter_context(
         timing_lib.trace_updates(f'{workdir}/profile', profile, first, settings.updates)
     )
@@ -286,7 +283,7 @@ def open_run(
         checkpoints=checkpoints,
         journal=journal,
         progress=progress,
-        stop_requested=stop_requested,
+        stop_signal=stop_signal,
         before_update=before_update,
         timing=timing_lib.Timing(),
     )
@@ -357,7 +354,7 @@ class Run:
   checkpoints: recovery.RunCheckpoints
   journal: journal_lib.Journal
   progress: recovery.Progress
-  stop_requested: Callable[[], bool]
+  stop_signal: StopSignal
   before_update: Callable[[int], None]  # is called with the number of updates done
   timing: timing_lib.Timing  # seconds of each phase of the update in progress
   is_stopped: bool = False
@@ -368,8 +365,9 @@ class Run:
   def remaining_updates(self) -> Iterator[int]:
     """Yields the numbers of the updates to come, until a process is asked to stop."""
     progress = self.progress
+    all_stop = hosts.together(self.stop_signal)
     while not self.is_stopped and progress.updates < self.config.train.updates:
-      if any(hosts.share(self.stop_requested())):
+      if all_stop.is_set():
         return
       self.before_update(progress.updates)
       yield progress.updates + 1
@@ -488,7 +486,7 @@ class Run:
 
       def play():
         return self.agent.play(
-            policy, self.held_out, keys, greedy=True, give_up=self.stop_requested
+            policy, self.held_out, keys, greedy=True, stop_signal=self.stop_signal
         )
 
       episodes, _ = self.batches.until_answered(play)

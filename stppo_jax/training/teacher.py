@@ -4,7 +4,6 @@ The server speaks vLLM's /v1/completions with `prompt_logprobs`. A teacher in a 
 client: `update.annotate` computes its log-probs.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
@@ -23,6 +22,8 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
 from stppo_jax.rollout import batching
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 
 _FIRST_WAIT_S = 1.0  # doubled for each further attempt
 _LONGEST_WAIT_S = 60.0
@@ -38,17 +39,17 @@ class TeacherServer:
   """A server that gives the log-prob of each token of a row.
 
   Waits for a server that does not answer, as for a retriever or an engine, and raises a RunError if
-  none of its requests had an answer for `max_outage_s`. Once `give_up()` is true, all requests end
-  within seconds, and Stopped is raised.
+  none of its requests had an answer for `max_outage_s`. `stop_signal` ends all requests within
+  seconds, and Stopped is raised.
   """
 
   def __init__(self, address: str, model: str, max_outage_s: float = 3600.0):
-    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another function
+    self.stop_signal = NEVER  # a run gives its own
     self._address = address
     self._model = model
     self._max_outage_s = max_outage_s
     self._total_s = _TOTAL_S
-    self._is_over = False  # whether a row has failed, so that the others are not needed
+    self._row_failed = StopSignal()  # ends the requests of the other rows
     self._answered_at = 0.0  # monotonic time of the newest answer, or sign of being busy
     self._session = requests.Session()
     self._session.trust_env = False  # a proxy for the outside would not reach a cluster's server
@@ -64,7 +65,7 @@ class TeacherServer:
     `longest` is the largest number of tokens in a row. The server must answer within a minute.
     """
     started = TeacherServer(self._address, self._model, _START_S)
-    started.give_up = self.give_up
+    started.stop_signal = self.stop_signal
     started._total_s = _START_S
     try:
       started.check_tokenizer(tokenizer)
@@ -124,13 +125,13 @@ class TeacherServer:
 
   def _score(self, rows):
     """Returns the log-probs of each row. The first error ends the requests of the other rows."""
-    self._is_over = False
+    self._row_failed = StopSignal()
     with futures.ThreadPoolExecutor(_THREADS, 'teacher') as pool:
       calls = [pool.submit(self.row_logp, row) for row in rows]
       done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
       for call in done:
         if call.exception() is not None:
-          self._is_over = True
+          self._row_failed.set()
           pool.shutdown(cancel_futures=True)
           call.result()  # raises the error
     return [call.result() for call in calls]
@@ -170,16 +171,13 @@ class TeacherServer:
     send = functools.partial(http_client.send, self._session, url, body, limits)
     started = time.monotonic()
     wait_s = _FIRST_WAIT_S
-    gives_up = lambda: self._is_over or self.give_up()
+    stop_signal = StopSignal(self._row_failed.is_set, self.stop_signal.is_set)
     while True:
-      if gives_up():
-        raise types.Stopped
+      stop_signal.raise_if_set()
       try:
-        answer = http_client.call_within(send, self._total_s, gives_up)
+        answer = http_client.call_within(send, self._total_s, stop_signal)
         self._answered_at = time.monotonic()
         return json.loads(answer)
-      except http_client.GivenUp:
-        raise types.Stopped from None
       except http_client.Temporary as error:
         now = time.monotonic()
         if error.is_busy:
@@ -196,7 +194,7 @@ class TeacherServer:
             left_s,
         )
         pause_s = min(error.wait_s or wait_s, _LONGEST_WAIT_S, left_s)
-        http_client.sleep_unless(gives_up, pause_s)
+        stop_signal.wait(pause_s)
         wait_s *= 2
 
   def _name(self) -> str:

@@ -22,6 +22,8 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
@@ -63,11 +65,11 @@ def write_knowledge(folder):
   tiny_run.write_knowledge(os.path.join(folder, 'knowledge'))
 
 
-def train(config, workdir, stop_requested=lambda: False, **options):
+def train(config, workdir, stop_signal=NEVER, **options):
   """`loop.start` with the policy of a few numbers; no report."""
   with mock.patch.object(run_lib, 'setup', functools.partial(setup, **options)):
     with mock.patch.object(report, 'build', lambda workdir: workdir):
-      return loop.start(config, workdir, stop_requested)
+      return loop.start(config, workdir, stop_signal)
 
 
 def compile_functions(optimizer):
@@ -122,7 +124,7 @@ class Agent(agent_lib.Agent):
     )
     self.slow_s = slow_s
 
-  def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
+  def play(self, params, tasks, keys, groups=None, greedy=False, stop_signal=NEVER):
     time.sleep(self.slow_s)
     weight = np.asarray(
         jax.tree.leaves(params)[0]
@@ -200,15 +202,15 @@ def comparable_metrics(workdir):
 
 
 def killed_after(updates):
-  """Returns a `stop_requested` that ends the run when that many updates are done in it."""
+  """Returns a signal that ends the run when that many updates are done in it."""
   calls = iter(range(updates + 1))
 
-  def stop_requested():
+  def is_set():
     if next(calls) == updates:
       raise Killed
     return False
 
-  return stop_requested
+  return StopSignal(is_set)
 
 
 class Killed(BaseException):
