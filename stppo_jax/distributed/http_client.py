@@ -10,6 +10,7 @@ from typing import TypeVar
 import requests
 
 from stppo_jax.distributed import calls
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 
 Result = TypeVar('Result')
@@ -20,6 +21,7 @@ _JITTER = random.Random()  # not the global one, from which environments may dra
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _TEXT_LENGTH = 300  # characters of an error's answer
 _POLL_S = 1.0  # between two looks at the signal
+_MARGIN_S = 0.5  # the time limit of the socket comes first
 
 
 class Temporary(Exception):
@@ -84,6 +86,63 @@ def send(session: requests.Session, url: str, body: Any, limits: ClientLimits) -
       return bytes(answer)
   except (requests.RequestException, OSError) as error:
     raise Temporary(type(error).__name__, is_silent=True) from error
+
+
+class Connection:
+  """A server that takes and returns JSON: its address, its key, and sockets that stay open.
+
+  Threads may share it.
+
+  Args:
+    address: the beginning of each URL.
+    limits: of each attempt.
+    max_sockets: that stay open.
+    api_key: is sent as a bearer token. Empty: the server needs none.
+    is_outside: whether the proxy settings of the environment apply. A server inside the cluster is
+      not reached through a proxy.
+  """
+
+  def __init__(
+      self,
+      address: str,
+      limits: ClientLimits,
+      max_sockets: int,
+      api_key: str = '',
+      is_outside: bool = False,
+  ):
+    self.address = address
+    self._limits = limits
+    self._api_key = api_key
+    self._session = requests.Session()
+    self._session.trust_env = is_outside
+    if api_key or is_outside:  # else that of the URL, if it has any
+      self._session.auth = self._authorize
+    # Otherwise a small body could decompress to a huge one.
+    self._session.headers['Accept-Encoding'] = 'identity'
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=max_sockets)
+    self._session.mount('http://', adapter)
+    self._session.mount('https://', adapter)
+
+  def ask(
+      self, path: str, body: Any, stop_signal: StopSignal = NEVER, total_s: float | None = None
+  ) -> bytes:
+    """Sends one request, a GET if `body` is None, and returns the answer.
+
+    Raises Temporary, also for an answer that takes longer than `total_s` (None: that of the
+    limits), Rejected, and Stopped at the signal.
+    """
+    limits = self._limits
+    if total_s is not None:
+      limits = dataclasses.replace(limits, total_s=total_s)
+    url = self.address + path
+    call = lambda: send(self._session, url, body, limits)
+    return call_within(call, limits.total_s + _MARGIN_S, stop_signal)
+
+  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
+    if self._api_key:
+      request.headers['Authorization'] = f'Bearer {self._api_key}'
+    return request
 
 
 def call_within(call: Callable[[], Result], total_s: float, stop_signal: StopSignal) -> Result:

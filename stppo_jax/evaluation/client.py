@@ -25,7 +25,7 @@ from stppo_jax.types import UserError
 RETRIES = 6  # further attempts per request
 _BACKOFF_S = 1.0
 _LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
-_MAX_CONNECTIONS = 1024  # kept open, of all threads
+_MAX_SOCKETS = 1024  # of all threads
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
@@ -74,8 +74,6 @@ class ChatClient:
       stop: Sequence[str] = (),
       stop_signal: StopSignal = NEVER,
   ):
-    self._address = address
-    self._api_key = api_key
     self._fields = dict(fields)
     if stop:
       self._fields['stop'] = list(stop[:_MAX_STOPS])
@@ -83,11 +81,9 @@ class ChatClient:
     self._stop_signal = stop_signal
     self._has_answered = False
     self._answered_s = -math.inf  # when the newest answer came
-    self._session = requests.Session()
-    self._session.auth = self._authorize
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
-    self._session.mount('http://', adapter)
-    self._session.mount('https://', adapter)
+    self._server = http_client.Connection(
+        address.rstrip('/'), _LIMITS, _MAX_SOCKETS, api_key, is_outside=True
+    )
 
   def complete(
       self, messages: Sequence[Mapping[str, str]], seed: int | None = None
@@ -106,10 +102,9 @@ class ChatClient:
     """Sends the request once. Raises http_client.Temporary if another attempt may help."""
     if self._stop_signal.is_set():
       raise UnansweredError('the job has ended')
-    url = self._address.rstrip('/') + '/chat/completions'
     began_s = time.monotonic()
     try:
-      answer = http_client.send(self._session, url, body, _LIMITS)
+      answer = self._server.ask('/chat/completions', body, self._stop_signal)
       completion = _parse(json.loads(answer), self._stop)
     except http_client.Rejected as error:
       fields = _error_fields(error.text)
@@ -138,16 +133,9 @@ class ChatClient:
     return completion
 
   def _error(self, reason: str) -> UserError:
-    return UserError(
-        f'config.eval.address={self._address!r} with config.eval.model={self._fields["model"]!r} '
-        f'{reason}'
-    )
-
-  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
-    if self._api_key:
-      request.headers['Authorization'] = f'Bearer {self._api_key}'
-    return request
+    address = self._server.address
+    model = self._fields['model']
+    return UserError(f'config.eval.address={address!r} with config.eval.model={model!r} {reason}')
 
 
 def whole_turn(

@@ -19,7 +19,6 @@ import time
 from typing import Any
 
 from absl import logging
-import requests
 
 from stppo_jax import tasks
 from stppo_jax import types
@@ -62,9 +61,6 @@ class HttpRetriever:
   `stop_signal` ends a search in progress within seconds, without an answer. After a
   request has had no answer at all in any attempt (a refused connection or a time-out), the search's
   requests that were not sent yet fail at once, because the server is most likely gone.
-
-  Choice: proxy settings of the environment are ignored, because a retriever is inside the cluster
-  and a proxy for the outside would not reach it.
   """
 
   def __init__(
@@ -76,19 +72,13 @@ class HttpRetriever:
     self.stop_signal = NEVER  # a run gives its own
     self.last_failure = ''
     self._settings = settings
-    self._limits = http_client.ClientLimits(
-        settings.connect_timeout_s, settings.timeout_s, settings.max_response_bytes
-    )
     self._cache: dict[tuple[str, int], list[types.Passage]] = {}
     self._lock = threading.Lock()  # guards the cache: callers use threads
     self._in_flight = threading.BoundedSemaphore(settings.concurrency)
-    self._session = requests.Session()
-    self._session.trust_env = False
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=settings.concurrency)
-    self._session.mount('http://', adapter)
-    self._session.mount('https://', adapter)
-    # Otherwise a small body could decompress to a huge one.
-    self._session.headers['Accept-Encoding'] = 'identity'
+    limits = http_client.ClientLimits(
+        settings.connect_timeout_s, settings.timeout_s, settings.max_response_bytes
+    )
+    self._server = http_client.Connection(self.address, limits, settings.concurrency)
 
   def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
@@ -151,14 +141,13 @@ class HttpRetriever:
     settings = self._settings
     is_silent = True
     stop_signal = StopSignal(self.stop_signal.is_set, is_gone.is_set)
-    post = functools.partial(http_client.send, self._session, self.address, body, self._limits)
 
     def attempt(number: int) -> bytes:
       nonlocal is_silent
       with self._in_flight:
         stop_signal.raise_if_set()
         try:
-          return http_client.call_within(post, settings.timeout_s, self.stop_signal)
+          return self._server.ask('', body, self.stop_signal)
         except http_client.Temporary as error:
           is_silent &= error.is_silent
           self._report(str(error))

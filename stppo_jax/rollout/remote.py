@@ -36,7 +36,6 @@ from typing import Any
 from absl import logging
 import jax
 import numpy as np
-import requests
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -65,13 +64,12 @@ _PASS_ON_S = 10.0  # a turn waits so long for a push before it goes to another e
 _QUESTION_S = 10.0  # time limit of a question, such as that for the label
 _CONTROL_S = 60.0  # time limit of a command, such as a pause
 _LOAD_S = 900.0  # time limit of a command that loads weights
-_MARGIN_S = 2.0  # the client's own time limit comes first
 _BAD_TURNS = 8  # turns in a row with an impossible log-prob, after which the run ends
 # Sampling in float32 draws no token with a log-prob below about -30. vLLM reports -9999 for minus
 # infinity.
 _LEAST_LOGP = -100.0
 _LARGEST_LOGP = 1e-3  # rounding may give a number above 0
-_MAX_CONNECTIONS = 1024
+_MAX_SOCKETS = 1024
 _LABEL = re.compile('([0-9a-f]{8})-.*')  # the run, and the version of its weights
 _VERSION = re.compile(r'\d{6,}(\.partial)?')  # the name of a version's folder
 
@@ -118,13 +116,9 @@ class RemoteEngine:
     self._num_failures = 0  # attempts that failed since the newest answer
     self._hangs = False  # whether a turn had no answer in time, and none was answered since
     self._has_trial = False  # whether a turn is in progress that tries an engine that hangs
-    self._session = requests.Session()
-    self._session.trust_env = False  # no proxy between trainer and engine, no key of ~/.netrc
-    if api_key := os.environ.get('OPENAI_API_KEY'):
-      self._session.headers['Authorization'] = f'Bearer {api_key}'
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
-    self._session.mount('http://', adapter)
-    self._session.mount('https://', adapter)
+    api_key = os.environ.get('OPENAI_API_KEY', '')
+    limits = http_client.ClientLimits(_CONNECT_S, turn_s)
+    self._server = http_client.Connection(self.address, limits, _MAX_SOCKETS, api_key)
     self._turn_s = turn_s
     self._send_turn = functools.partial(self._send, turn_s)
 
@@ -252,10 +246,7 @@ class RemoteEngine:
     Raises Stopped before its end if the run is to end, and Temporary after `total_s` also for an
     answer that comes byte by byte.
     """
-    limits = http_client.ClientLimits(_CONNECT_S, total_s)
-    url = self.address + path
-    send = functools.partial(http_client.send, self._session, url, body, limits)
-    answer = http_client.call_within(send, total_s + _MARGIN_S, self._stop_signal)
+    answer = self._server.ask(path, body, self._stop_signal, total_s)
     try:
       return json.loads(answer)
     except ValueError:

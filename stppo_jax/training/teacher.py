@@ -7,7 +7,6 @@ client: `update.annotate` computes its log-probs.
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
-import functools
 import json
 import os
 import time
@@ -15,7 +14,6 @@ from typing import Any
 
 from absl import logging
 import numpy as np
-import requests
 
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
@@ -43,30 +41,26 @@ class TeacherServer:
   seconds, and Stopped is raised.
   """
 
-  def __init__(self, address: str, model: str, max_outage_s: float = 3600.0):
+  def __init__(
+      self, address: str, model: str, max_outage_s: float = 3600.0, total_s: float | None = None
+  ):
     self.stop_signal = NEVER  # a run gives its own
     self._address = address
     self._model = model
     self._max_outage_s = max_outage_s
-    self._total_s = _TOTAL_S
     self._row_failed = StopSignal()  # ends the requests of the other rows
     self._answered_at = 0.0  # monotonic time of the newest answer, or sign of being busy
-    self._session = requests.Session()
-    self._session.trust_env = False  # a proxy for the outside would not reach a cluster's server
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_THREADS)
-    self._session.mount('http://', adapter)
-    self._session.mount('https://', adapter)
-    if key := os.environ.get('OPENAI_API_KEY', ''):
-      self._session.headers['Authorization'] = f'Bearer {key}'
+    api_key = os.environ.get('OPENAI_API_KEY', '')
+    limits = http_client.ClientLimits(_CONNECT_S, total_s or _TOTAL_S)
+    self._server = http_client.Connection(address.rstrip('/'), limits, _THREADS, api_key)
 
   def check(self, tokenizer: tokenizer_lib.Tokenizer, longest: int) -> None:
     """Raises a UserError for another tokenizer, or a context that is too short for `longest`.
 
     `longest` is the largest number of tokens in a row. The server must answer within a minute.
     """
-    started = TeacherServer(self._address, self._model, _START_S)
+    started = TeacherServer(self._address, self._model, _START_S, _START_S)
     started.stop_signal = self.stop_signal
-    started._total_s = _START_S
     try:
       started.check_tokenizer(tokenizer)
       started.check_length(tokenizer, longest)
@@ -166,16 +160,13 @@ class TeacherServer:
         'temperature': 0.0,
         'prompt_logprobs': 0,  # only those of the prompt's own tokens
     }
-    url = self._address.rstrip('/') + '/completions'
-    limits = http_client.ClientLimits(_CONNECT_S, self._total_s)
-    send = functools.partial(http_client.send, self._session, url, body, limits)
     started = time.monotonic()
     wait_s = _FIRST_WAIT_S
     stop_signal = StopSignal(self._row_failed.is_set, self.stop_signal.is_set)
     while True:
       stop_signal.raise_if_set()
       try:
-        answer = http_client.call_within(send, self._total_s, stop_signal)
+        answer = self._server.ask('/completions', body, stop_signal)
         self._answered_at = time.monotonic()
         return json.loads(answer)
       except http_client.Temporary as error:
