@@ -205,7 +205,7 @@ class RunTest(parameterized.TestCase):
 
     server.score = score_or_freeze
     config = self.make_config(**values | {'train.checkpoint_every': 0, 'eval.every': 0})
-    loop.start(config, os.path.join(self.folder, 'stopped'), stopping.is_set)
+    loop.start(config, os.path.join(self.folder, 'stopped'), StopSignal(stopping.is_set))
     self.assertTrue(stopping.is_set())
     released.set()
     got = self.train('stopped', **values)

@@ -31,6 +31,7 @@ from stppo_jax.cli import signals
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
@@ -158,7 +159,7 @@ class ProcessTest(FaultCase):
         **{'pipeline.staleness': 1, 'train.updates': ENDLESS, 'train.checkpoint_every': 0}
     )
     straight, calls = os.path.join(self.tmp, 'straight'), iter(range(ENDLESS))
-    micro_run.train(config, straight, lambda: next(calls) >= done)
+    micro_run.train(config, straight, StopSignal(lambda: next(calls) >= done))
     self.assertEqual(steps(straight)[-1], done)
     self.assertEqual(
         micro_run.comparable_metrics(self.workdir), micro_run.comparable_metrics(straight)
@@ -457,7 +458,7 @@ class NonfiniteTest(FaultCase):
       return play(agent, *args, greedy=greedy, **kwargs)
 
     with self.poisoned(3), mock.patch.object(micro_run.Agent, 'play', stopped):
-      micro_run.train(config, self.workdir, stop.is_set)
+      micro_run.train(config, self.workdir, StopSignal(stop.is_set))
       self.assertEqual(saved(self.workdir)[-1], 3)
       micro_run.train(config, self.workdir)
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])

@@ -431,7 +431,7 @@ class LoopTest(parameterized.TestCase):
         mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
         mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
     ):
-      loop.start(config, stopped, stop.is_set)
+      loop.start(config, stopped, StopSignal(stop.is_set))
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved
     if when == 'playing':

@@ -144,7 +144,7 @@ class ResumeTest(parameterized.TestCase):
   def test_a_stop_is_saved_and_resumed(self):
     values = {'pipeline.staleness': 0, 'train.checkpoint_every': 0}
     answers = iter([False, False, True, True])
-    micro_run.train(make_config(**values), self.workdir, lambda: next(answers))
+    micro_run.train(make_config(**values), self.workdir, StopSignal(lambda: next(answers)))
     self.assertLen(metrics_lib.read_metrics(self.workdir), 3)
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
