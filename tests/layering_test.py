@@ -95,6 +95,12 @@ READ_THE_CONFIG = {
 
 # A run imports these if its config names them.
 OPTIONAL = (
+    'cli.doc_pages',
+    'cli.help',
+    'cli.saved_config',
+    'distributed.determinism',
+    'distributed.http_client',
+    'distributed.messages',
     'envs.adapters.gem',
     'envs.adapters.openenv',
     'envs.adapters.reasoning_gym',

@@ -10,7 +10,6 @@ from absl import logging
 
 from stppo_jax import plugins
 from stppo_jax import validation
-from stppo_jax.cli import saved_config
 from stppo_jax.cli.flags import Arguments
 from stppo_jax.config import Config
 from stppo_jax.config import DataSettings
@@ -28,21 +27,27 @@ def load(arguments: Arguments, reads_run: bool) -> Config:
   A mode that reads a run uses the config.json of its folder if no --config is given.
   """
   flags = arguments.flags
-  is_saved = reads_run and not flags.config and saved_config.exists(flags.workdir)
-  if is_saved:
+  if reads_run and not flags.config and _has_config(flags.workdir):
+    from stppo_jax.cli import saved_config
+
     logging.info('the settings are those of %s/config.json', flags.workdir)
     config = saved_config.get_config(flags.workdir)
-  else:
-    file, _, mode = flags.config.partition(':')
-    path = find(file)
-    if path.startswith(HOME) and path != DEFAULT and path != os.path.abspath(file):
-      logging.info('config file: %s', path)
-    config = _run_file(path, mode)
+    apply(config, arguments.overrides)
+    if not flags.trust_workdir:
+      saved_config.check_trust(flags.workdir, config, arguments.overrides)
+    return config
 
+  file, _, mode = flags.config.partition(':')
+  path = find(file)
+  if path.startswith(HOME) and path != DEFAULT and path != os.path.abspath(file):
+    logging.info('config file: %s', path)
+  config = _run_file(path, mode)
   apply(config, arguments.overrides)
-  if is_saved and not flags.trust_workdir:
-    saved_config.check_trust(flags.workdir, config, arguments.overrides)
   return config
+
+
+def _has_config(workdir: str) -> bool:
+  return bool(workdir) and os.path.exists(os.path.join(workdir, 'config.json'))
 
 
 def find(file: str) -> str:

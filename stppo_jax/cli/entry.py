@@ -14,9 +14,7 @@ from absl import flags as absl_flags
 from absl import logging
 
 from stppo_jax.cli import config_file
-from stppo_jax.cli import doc_pages
 from stppo_jax.cli import flags as flags_lib
-from stppo_jax.cli import help as help_lib
 from stppo_jax.cli import signals
 from stppo_jax.cli.flags import Flags
 from stppo_jax.cli.modes import Command
@@ -62,9 +60,9 @@ def run(argv: Sequence[str]) -> int | None:
   try:
     return _run(program, argv[1:])
   except UserError as error:
-    return _fail(program, doc_pages.with_page(str(error)), 2)
+    return _fail(program, _with_page(error), 2)
   except RunError as error:
-    return _fail(program, doc_pages.with_page(str(error)), 1)
+    return _fail(program, _with_page(error), 1)
   except OSError as error:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
@@ -87,6 +85,8 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
   parsed = flags_lib.parse(arguments)
   flags = parsed.flags
   if parsed.help == '':
+    from stppo_jax.cli import help as help_lib
+
     show(help_lib.overview(program, [*MODES]))
     return 0
   _check_flags(flags)
@@ -100,6 +100,8 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     )
   config = config_file.load(parsed, mode.reads_run) if mode.reads_config else Config()
   if parsed.help is not None:
+    from stppo_jax.cli import help as help_lib
+
     show(help_lib.section(parsed.help, config))
     return 0
 
@@ -189,6 +191,13 @@ def _report_unraisable(report, unraisable) -> None:
   """Reports an error, unless it is one that TensorStore's threads repeat after a failed save."""
   if str(unraisable.exc_value) != 'Event loop is closed':
     report(unraisable)
+
+
+def _with_page(error: Exception) -> str:
+  """Returns the message with the page of the documentation that explains it."""
+  from stppo_jax.cli import doc_pages
+
+  return doc_pages.with_page(str(error))
 
 
 def _fail(program: str, message: object, code: int) -> int:

@@ -28,11 +28,6 @@ _CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error
 
 
-def exists(workdir: str) -> bool:
-  """Returns whether a folder has a config.json."""
-  return bool(workdir) and os.path.exists(os.path.join(workdir, 'config.json'))
-
-
 def get_config(workdir: str) -> Config:
   """Returns the config in WORKDIR/config.json. UserError: another version has written it."""
   config = Config()

@@ -30,7 +30,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.stop_signal import StopSignal
@@ -348,6 +347,8 @@ def _distributed_state():
 @functools.cache
 def _exchange():
   """Returns this process's end of the exchange of messages."""
+  from stppo_jax.distributed import messages  # one process has none
+
   client = _distributed_state().client
   return messages.Exchange(client, jax.process_index(), jax.process_count())
 

@@ -22,7 +22,6 @@ from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.components import Components
 from stppo_jax.config import Config
-from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import program
 from stppo_jax.evaluation import scores as scores_lib
@@ -51,6 +50,8 @@ def check(config: Config) -> Components:
   """Checks what can be checked before the work folder is claimed; returns the components."""
   validation.validate(config)
   if config.train.deterministic:
+    from stppo_jax.distributed import determinism
+
     determinism.enable()
   variant = objective.make_variant(config)
   parts = components.resolve(config)
