@@ -10,8 +10,6 @@ import functools
 from typing import Any
 from typing import TYPE_CHECKING
 
-from absl import logging
-
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
@@ -60,8 +58,7 @@ class EnvSettings(Section):
       'search_r1', "prompt of the search environment: 'search_r1' explains Search-R1's format, "
       "'short' is for tiny models, see envs/search.py", allowed=('search_r1', 'short'))
   max_searches: int = setting(
-      4, 'searches per episode, after which one more turn may only answer', at_least=0,
-      old_name='max_turns')
+      4, 'searches per episode, after which one more turn may only answer', at_least=0)
   reward: str = setting(
       'em', 'score of an answer, or a function (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
@@ -452,8 +449,7 @@ class LogSettings(Section):
   tensorboard: bool = setting(
       True, 'write event files, if tensorboardX is installed', resume_safe=True)
   project: str = setting(
-      '', 'project that `tracker` also writes the metrics to; empty: off', resume_safe=True,
-      old_name='wandb_project')
+      '', 'project that `tracker` also writes the metrics to; empty: off', resume_safe=True)
   tracker: str = setting(
       'wandb', "'wandb' is Weights & Biases; 'trackio' has the same API and needs no account",
       allowed=('wandb', 'trackio'), resume_safe=True)
@@ -575,11 +571,3 @@ class Config(Section):
 
 
 # fmt: on
-
-
-def __getattr__(name: str) -> Any:
-  """Returns a section by its old name, such as Train, with a warning."""
-  if f'{name}Settings' not in globals():
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  logging.warning('stppo_jax.config.%s is now called %sSettings', name, name)
-  return globals()[f'{name}Settings']

@@ -34,7 +34,6 @@ from typing import Any
 from typing import TypeVar
 import zlib
 
-from absl import logging
 import flax
 import jax
 import numpy as np
@@ -119,26 +118,10 @@ class Section:
 
   def __setattr__(self, name: str, value: Any) -> None:
     known = self.__dataclass_fields__
-    name = self._current_name(name)
     if name not in known:
       near = hint(name, known) or f'; there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
     super().__setattr__(name, value)
-
-  def __getattr__(self, name: str) -> Any:
-    """Reads a setting by its old name. Python calls this for missing attributes only."""
-    current = self._current_name(name)
-    if current == name:
-      raise AttributeError(f'{type(self).__name__} has no setting {name!r}')
-    return getattr(self, current)
-
-  def _current_name(self, name: str) -> str:
-    """Returns the name of a setting that may be given by its old name, with a warning."""
-    for field in dataclasses.fields(self):  # type: ignore[arg-type]
-      if name and 'rules' in field.metadata and name == field.metadata['rules'].old_name:
-        logging.warning('the setting %s is now called %s', name, field.name)
-        return field.name
-    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +139,6 @@ class Rules:
   above: float | None = None
   below: float | None = None
   finite: bool = True  # neither NaN nor infinite
-  old_name: str = ''  # still works in this version, with a warning
   plugin: bool = False  # 'module:attribute' is allowed too, see plugins.py
   prefixes: tuple[str, ...] = ()  # prefixes that are no module, as in 'gem:ID'
   needs_trust: bool = False  # a run's config.json may only set it with --trust_workdir

@@ -13,8 +13,6 @@ import re
 import typing
 from typing import Any
 
-from absl import logging
-
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import LORA_TARGETS
@@ -51,16 +49,6 @@ def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
     else:
       kind_by_path |= kinds(field.type, path + '.')
   return kind_by_path
-
-
-def current_path(path: str) -> str:
-  """Returns the path of a setting that may be given by its old name."""
-  section, _, name = path.rpartition('.')
-  for current, rules, _ in fields(Config()):
-    if name and rules.old_name == name and current.startswith(f'{section}.'):
-      logging.warning('config.%s is now called config.%s', path, current)
-      return current
-  return path
 
 
 def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:

@@ -16,7 +16,6 @@ from stppo_jax import validation
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
-from stppo_jax.cli import flags
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_calls
@@ -236,19 +235,6 @@ class ValidateTest(parameterized.TestCase):
   def test_section_has_its_type(self):
     for value in ({'updates': 3}, schema.EvalSettings(), None):
       self.refused('config.train=', 'must be a TrainSettings', train=value)
-
-  def test_old_names_still_work(self):
-    config = schema.Config()
-    with self.assertLogs('absl', 'WARNING'):
-      config.env.max_turns = 3
-    self.assertEqual(config.env.max_searches, 3)
-    with self.assertLogs('absl', 'WARNING'):
-      self.assertEqual(config.env.max_turns, 3)
-    with self.assertLogs('absl', 'WARNING'):
-      overrides = flags.parse(['--config.log.wandb_project=mine']).overrides
-    self.assertEqual(overrides, {'log.project': 'mine'})
-    with self.assertLogs('absl', 'WARNING'):
-      self.assertIs(schema.Train, schema.TrainSettings)
 
   @parameterized.parameters(
       {'rollout.top_p': 0.9, 'rollout.top_k': 20, 'algorithm.old_logp': 'sampler'},

@@ -79,12 +79,6 @@ class JsonTest(absltest.TestCase):
     self.assertEqual([turn.reward for turn in again.episodes[0].turns], [0.1, -0.3])
     self.assertEqual(again.episodes[0].core_metrics, ('won', 'f'))
 
-  def test_batch_of_version_0_7_is_refused(self):
-    row = {'task': 't', 'group': 2, 'prompt': [1], 'turns': []}
-    record = {'number': 4, 'staleness': 1, 'measured': {}, 'episodes': [row]}
-    with self.assertRaisesRegex(types.UserError, '0.7'):
-      pipeline.from_json(record, [types.Task('t', 'q', ('a',))])
-
 
 class ScriptedAgent:
   """Scores each episode by `score(call, task, sample)`; calls are counted from 0."""

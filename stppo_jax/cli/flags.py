@@ -94,8 +94,6 @@ def parse(arguments: Sequence[str]) -> Arguments:
       section = text or ''
       continue
 
-    if name.startswith('config.'):
-      name = 'config.' + validation.current_path(name.removeprefix('config.'))
     is_option = kinds.get(name.rpartition('.')[0]) == _DICT
     kind = Any if is_option else kinds.get(name)
     if kind is None:

@@ -57,11 +57,7 @@ class RemotePlayer(players.Player):
     self.tasks = parts.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
-    self.identity = {
-        'address': config.eval.address,
-        'model': config.eval.model,
-        'instances': 'of the task',  # version 0.6 had none, and other instances
-    }
+    self.identity = {'address': config.eval.address, 'model': config.eval.model}
     self._config = config
     self._env = parts.env_with_retriever
     self._stop_signal = stop_signal

@@ -380,11 +380,6 @@ def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled
           f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
           'now: resume with the same questions, or give another --workdir'
       )
-    if 'tokens' not in row:
-      raise types.UserError(
-          'the checkpoint holds batches of version 0.7: finish the run with that version, or give '
-          'another --workdir'
-      )
     episodes.append(types.Episode.from_dict(row, task))
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
