@@ -37,9 +37,9 @@ def start(
   """Starts, or resumes, the run of a config in `workdir`; returns what `train` returns.
 
   At the signal, the run finishes an update that is already training, and leaves episodes that are
-  still being played. Then it saves, and the next call does the rest. A
-  run whose gradients stay non-finite ends, or rolls back to its newest checkpoint. A trace of
-  `profile` updates goes to workdir/profile.
+  still being played. Then it saves, and the next call does the rest. A run whose gradients stay
+  non-finite ends, or rolls back to its newest checkpoint. A trace of `profile` updates goes to
+  workdir/profile.
   """
   parts = run_lib.check(config)  # what can be checked before the folder belongs to this config
   with recovery.hold_workdir(config, workdir):
