@@ -117,7 +117,7 @@ class Section:
   """A dataclass of settings that rejects unknown names."""
 
   def __setattr__(self, name: str, value: Any) -> None:
-    known = self.__dataclass_fields__
+    known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
     if name not in known:
       near = hint(name, known) or f'; there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
