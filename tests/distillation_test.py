@@ -23,7 +23,6 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.algorithms import variants
-from stppo_jax.distributed import http_client
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import timing
@@ -350,12 +349,11 @@ class ServerTest(absltest.TestCase):
     self.client = teacher_lib.TeacherServer(self.server.address, 'large')
     self.server.status = 503
 
-    def recover(seconds):
+    def recover(signal, seconds):
       self.server.status = 200
-      return original(lambda: True, seconds)
+      return False
 
-    original = http_client.sleep_unless
-    with mock.patch.object(http_client, 'sleep_unless', lambda _, seconds: recover(seconds)):
+    with mock.patch.object(StopSignal, 'wait', recover):
       self.assertEqual(self.client.row_logp([1, 2, 3]), [0, -0.02, -0.03])
     self.assertLen(self.server.bodies, 2)
 

@@ -78,7 +78,7 @@ class ToolLoopTest(parameterized.TestCase):
       process = commands.Process(words, TASK, url, 'tiny')
       try:
         end = time.monotonic() + 300
-        while not process.has_ended(1.0):
+        while not process.wait(1.0):
           self.assertLess(time.monotonic(), end)
         result = process.result()
       finally:
