@@ -517,7 +517,6 @@ class FleetTest(parameterized.TestCase):
     """It accepts connections and answers nothing, as a stopped process does."""
     listener = self.enterContext(socket.create_server(('127.0.0.1', 0)))
     self.enterContext(mock.patch.object(remote, '_QUESTION_S', 0.2))
-    self.enterContext(mock.patch.object(http_client, '_MARGIN_S', 0.1))
     api = FakeApi()
     fleet = self.fleet(api, api)
     frozen = fleet.engines[0]
@@ -796,7 +795,6 @@ class HttpFaultsTest(parameterized.TestCase):
   def test_answer_byte_by_byte_has_a_limit(self, place):
     """Each byte restarts the time limit of a socket."""
     self.enterContext(mock.patch.object(remote, '_QUESTION_S', 0.3))
-    self.enterContext(mock.patch.object(http_client, '_MARGIN_S', 0.1))
     self.engine._send_turn = functools.partial(self.engine._send, 0.3)
     self.engine._send_load = lambda path, body: (
         {} if path == '/collective_rpc' else remote.RemoteEngine._send_load(self.engine, path, body)

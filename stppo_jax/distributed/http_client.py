@@ -21,7 +21,7 @@ _JITTER = random.Random()  # not the global one, from which environments may dra
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _TEXT_LENGTH = 300  # characters of an error's answer
 _POLL_S = 1.0  # between two looks at the signal
-_MARGIN_S = 0.5  # the time limit of the socket comes first
+_MARGIN_S = 0.1  # the time limit of the socket comes first
 
 
 class Temporary(Exception):
