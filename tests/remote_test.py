@@ -151,12 +151,13 @@ class ClientTest(parameterized.TestCase):
     limits = client_lib.http_client.ClientLimits(10.0, 0.3)
     answer = lambda body: completion('x') if len(asked) <= answered else ended.wait()
     with serving(lambda body: answer(body)) as (address, asked):
-      client = self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False}))
+      client = self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False}))
       for _ in range(answered):
         client.complete([])
-      with mock.patch.object(client_lib, '_LIMITS', limits):
-        with self.assertRaisesRegex(error, words):
-          client.complete([])
+      self.enterContext(mock.patch.object(client_lib, '_LIMITS', limits))
+      self.enterContext(mock.patch.object(client._server, '_limits', limits))
+      with self.assertRaisesRegex(error, words):
+        client.complete([])
       ended.set()
     self.assertLen(asked, answered + attempts)
 

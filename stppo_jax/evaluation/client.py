@@ -25,7 +25,7 @@ from stppo_jax.types import UserError
 RETRIES = 6  # further attempts per request
 _BACKOFF_S = 1.0
 _LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
-_MAX_SOCKETS = 1024  # of all threads
+_MAX_SOCKETS = 1024  # shared by all threads
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
