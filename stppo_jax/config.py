@@ -16,7 +16,7 @@ from stppo_jax.types import Section
 from stppo_jax.types import setting
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # of gated delta-net layers
+DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # matrices of gated delta-net layers
 
 
 # The formatter is off, so that each setting takes few lines.
