@@ -10,6 +10,7 @@ pack several episodes as segments. Three backends compute the same:
 Einsum letters are those of `types.py`; g is the number of query heads per key head (N = M g).
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import math
@@ -158,8 +159,8 @@ def cached(
     return _read_tiles(q, k, v, slots, window, softcap)
 
   def read_row(row):
-    row = [x[None] for x in row]
-    return _read_cache(*row, window, softcap)[0]
+    q, k, v, slots = (x[None] for x in row)
+    return _read_cache(q, k, v, slots, window, softcap)[0]
 
   return jax.lax.map(read_row, (q, k, v, slots))
 
@@ -303,7 +304,7 @@ def _attend_block(q, k, v, segments, first, chunk, window, softcap):
   """Attends a block of queries, which begins at column `first`, to all keys, in chunks."""
   num_queries = q.shape[3]
   num_keys = k.shape[2]
-  attend_all = _attend
+  attend_all: Callable[..., jax.Array] = _attend
   if softcap:
     attend_all = functools.partial(_attend_capped, softcap=softcap)
   if not chunk:
@@ -355,7 +356,7 @@ def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
       block_q_dq=block,
       block_kv_dq=block,
   )
-  mask = splash.CausalMask((length, length))
+  mask: Any = splash.CausalMask((length, length))
   if window:
     mask = splash.LocalMask((length, length), (window - 1, 0), 0)
   kernel = splash.make_splash_mha_single_device(
@@ -587,8 +588,8 @@ def angles(
   cos, sin = xp.cos(turned), xp.sin(turned)
   if factor == 1:
     return cos, sin
-  factor = np.float32(factor)
-  return cos * factor, sin * factor
+  scale = np.float32(factor)
+  return cos * scale, sin * scale
 
 
 def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:

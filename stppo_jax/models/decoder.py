@@ -519,7 +519,7 @@ def _training_layers(layers, config, x, ropes, segments, routes):
         'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
     policy = policies[config.remat]
-    checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
+    checkpoint: Any = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
   else:
     checkpoint = lambda function: function
   apply_kind = {kind: checkpoint(functools.partial(apply_layer, kind)) for kind in kinds}

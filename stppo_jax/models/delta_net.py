@@ -20,6 +20,7 @@ Only configs with such layers import this file.
 
 import dataclasses
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -46,7 +47,7 @@ class DeltaNet(nn.Module):
     slot 0 starts anew, whatever its cache holds.
     """
     config = self.config
-    shape = config.delta
+    shape = _shape(config)
     d = config.d_model
     n = shape.value_heads
     width = shape.value_dim
@@ -65,7 +66,8 @@ class DeltaNet(nn.Module):
     rate = jax.nn.sigmoid(rate).astype(jnp.float32)
     decay = -jnp.exp(log_decay) * jax.nn.softplus(decay.astype(jnp.float32) + decay_bias)
 
-    state = tail = live = None
+    state: Any = None
+    tail: Any = None
     if layer_cache is not None:
       is_new = slots[:, 0] == 0
       state, tail = layer_cache
@@ -105,7 +107,7 @@ class Convolution(nn.Module):
   def __call__(self, x, segments, tail, lengths):
     """Maps x [B,T,C] and the inputs before it [B,C,w-1] to (y [B,T,C], tail)."""
     config = self.config
-    width = config.delta.conv_width
+    width = _shape(config).conv_width
     normal = nn.initializers.normal(0.02)
     kernel = self.param('kernel', normal, (self.channels, width), config.param_dtype)
     kernel = kernel.astype(config.dtype)
@@ -133,9 +135,14 @@ class Convolution(nn.Module):
     return jax.nn.silu(y), tail
 
 
+def _shape(config: layers.ModelConfig) -> layers.DeltaShape:
+  assert config.delta is not None
+  return config.delta
+
+
 def empty_cache(config: layers.ModelConfig, rows: int) -> tuple[jax.Array, jax.Array]:
   """Returns the layer_cache of empty rows."""
-  shape = config.delta
+  shape = _shape(config)
   channels = 2 * shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
   state_shape = (rows, shape.value_heads, shape.key_dim, shape.value_dim)
   state = jnp.zeros(state_shape, jnp.float32)
@@ -190,7 +197,9 @@ def chunked(
   total = jnp.cumsum(decay, axis=-1)  # log A_t
   index = jnp.arange(CHUNK)
   reads = index[:, None] >= index  # [query,key]
-  carries = writes = keeps = None
+  carries: Any = None
+  writes: Any = None
+  keeps: Any = None
   if segments is not None:
     # Padding extends the last segment: it writes nothing.
     segments = jnp.pad(segments, ((0, 0), (0, padding)), mode='edge')
@@ -231,9 +240,9 @@ def chunked(
 
   chunks = (q, k, values, reading, attention, kept)
   chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks)
-  state, y = jax.lax.scan(apply_chunk, state, chunks)
+  after, y = jax.lax.scan(apply_chunk, state, chunks)
   y = jnp.moveaxis(y, 0, 2).reshape(rows, heads, count * CHUNK, -1)
-  return jnp.swapaxes(y[:, :, :length], 1, 2), state
+  return jnp.swapaxes(y[:, :, :length], 1, 2), after
 
 
 def _heads_first(q, k, v, rate, decay):

@@ -409,9 +409,9 @@ def to_json(config: decoder.ModelConfig) -> dict[str, Any]:
   return raw
 
 
-def _scaling_to_json(scaling):
+def _scaling_to_json(scaling: attention.RopeScaling | None) -> dict[str, Any] | None:
   for kind, cls in attention.SCALINGS.items():
-    if isinstance(scaling, cls):
+    if scaling is not None and isinstance(scaling, cls):
       return {'rope_type': kind} | dict(zip(_SCALING_KEYS[kind], scaling))
   return None
 

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.resources
 import json
 import math
+from typing import Any
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -260,7 +261,7 @@ class Attention(nn.Module):
       k = attention.rotate(k, rope)
     if config.attention_scale:
       q = q * (config.attention_scale * math.sqrt(h))  # attention divides by sqrt(h)
-    options = {'window': self.window, 'softcap': config.attention_softcap}
+    options: dict[str, Any] = {'window': self.window, 'softcap': config.attention_softcap}
     if layer_cache is None:
       backend = config.attention
       chunk = config.attention_chunk

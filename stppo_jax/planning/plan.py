@@ -134,8 +134,8 @@ def make(
   """
   validation.validate(config)
   validation.check_one_policy(config)
-  devices, chip = devices or topologies.devices_of(topology)
-  mesh = sharding.mesh_of(config.mesh, devices)
+  found, chip = devices or topologies.devices_of(topology)
+  mesh = sharding.mesh_of(config.mesh, found)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = topology.partition(':')[0] in topologies.GPUS
@@ -156,7 +156,7 @@ def make(
 
   models = learner_lib.load(config, variant, load, make_shapes)
   model = models.model
-  spec, frozen = learner_lib.complete(config, variant, models, devices[0], load, on_mesh)
+  spec, frozen = learner_lib.complete(config, variant, models, found[0], load, on_mesh)
   spec = dataclasses.replace(spec, lengths=config.train.length_buckets[-1:])
   create = functools.partial(state_lib.create, spec)
   state = jax.eval_shape(create, models.actor, models.critic)

@@ -41,6 +41,7 @@ def add_advantages(
 ) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
   """Adds a teacher's advantages to those of the variant, a transform of `training.transforms`."""
   sampled_mask = demonstrations.sampled_mask(batch)
+  assert batch.teacher_logp is not None
   gap = token_advantages(batch.teacher_logp, batch.old_logp, sampled_mask)
   metrics = {'actor/teacher_kl': -losses.aggregate(gap, sampled_mask, 'token-mean')}
   with_teacher = batch.advantages + spec.teacher_coef * gap

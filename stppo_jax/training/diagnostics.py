@@ -151,7 +151,7 @@ def step_summary(
   metrics = _step_metrics(spec, batch, weights, step)
   if step.sums.num_pairs is not None:
     metrics['stppo/pairs'] = step.sums.num_pairs
-  if weights.imitation is not None:
+  if weights.imitation is not None and step.sums.imitation_loss is not None:
     has_demonstrations = weights.imitation.any()
     imitation_loss = jnp.where(has_demonstrations, step.sums.imitation_loss, jnp.nan)
     metrics['actor/imitation_loss'] = imitation_loss

@@ -536,7 +536,7 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
   cotangents = objectives.TokenOutputs(
       logp=d_logp, reference_kl=d_reference_kl, entropy=-variant.entropy_coef * weights
   )
-  num_signals = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
+  num_signals: Any = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
   return cotangents, tokens, sums._replace(num_signals=num_signals)
 
 
