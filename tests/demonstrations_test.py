@@ -253,6 +253,7 @@ class ImitationTest(parameterized.TestCase):
     self.assertEqual(any(np.any(x) for x in change), moves)
     self.assertGreater(metrics['actor/imitation_loss'], 0)
 
+  @pytest.mark.slow
   def test_a_batch_without_demonstrations_may_have_the_column(self):
     """One program serves all batches of a run, and computes the same."""
     nobody = np.zeros_like(IS_DEMONSTRATED)

@@ -149,6 +149,7 @@ class RunTest(parameterized.TestCase):
       rows = [json.loads(line) for line in file]
     return [row for row in rows if 'actor/teacher_kl' in row]
 
+  @pytest.mark.slow
   def test_kl_falls_with_address_or_folder(self):
     rows = self.train('folder', **{'train.updates': 10})
     kl = [row['actor/teacher_kl'] for row in rows]

@@ -1146,6 +1146,7 @@ class GatewayTest(parameterized.TestCase):
         loop.start(config, os.path.join(workdir, 'run'))
 
   @parameterized.parameters('turn', 'batch')
+  @pytest.mark.slow
   def test_stale_run_trains_and_cleans_up(self, push_at):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     config = self.make_config(workdir, train__updates=4, pipeline__staleness=2)

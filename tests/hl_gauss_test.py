@@ -137,6 +137,7 @@ class LossTest(parameterized.TestCase):
 
 class StepTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_gradient_of_the_critic_end_to_end(self):
     spec = update_test.make_spec(row=ROW, critic=BINS, micro_batch=2)
     mesh = update_test.one_device()

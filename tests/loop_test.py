@@ -303,6 +303,7 @@ class LoopTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(state_after(config, killed, 3), state_after(config, straight, 3))
 
+  @pytest.mark.slow
   def test_unavailable_retriever_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
     tiny_run.write_model(folder, favoured=SEARCHES, strength=5.0)

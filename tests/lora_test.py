@@ -410,6 +410,7 @@ class RunTest(absltest.TestCase):
       self.assertGreater(float(jnp.abs(wanted - untrained).max()), 1e-3)  # 100 tolerances
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
+  @pytest.mark.slow
   def test_full_training_exports_its_policy_too(self):
     source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
     shutil.copytree(loop_test.make_config().model.folder, source)

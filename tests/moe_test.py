@@ -291,6 +291,7 @@ class ReplayTest(absltest.TestCase):
     np.testing.assert_array_equal(seen['ratio'], 1.0)
     chex.assert_trees_all_close(replayed, without, rtol=1e-6, atol=1e-7)
 
+  @pytest.mark.slow
   def test_changed_router_keeps_old_experts(self):
     moved = jax.random.normal(jax.random.key(7), (2, 16, 4))
     batch, _, _, seen = self.run_step('old_policy', moved)

@@ -46,6 +46,7 @@ def code_cells(name: str) -> list:
 class RunTest(parameterized.TestCase):
 
   @parameterized.parameters([(name,) for name in FAST])
+  @pytest.mark.slow
   def test_fast_tutorial_runs(self, name):
     self._run(name)
 

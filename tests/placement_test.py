@@ -140,6 +140,7 @@ class PlanTest(absltest.TestCase):
       self.assertEqual(there[name], (counts, counts), name)
       self.assertEqual(there[f'{name}, on the host'], tuple(n - counts for n in here[name]))
 
+  @pytest.mark.slow
   def test_adapters_share_a_base(self):
     """One base of policy, critic and reference; what is trained is counted, and moments are of
     that."""

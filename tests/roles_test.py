@@ -456,6 +456,7 @@ class RunTest(parameterized.TestCase):
     with checkpoint.Checkpoints(workdir) as checkpoints:
       return checkpoints.restore(checkpoints.newest(), state)
 
+  @pytest.mark.slow
   def test_losses_metrics_and_report_are_attributed_to_roles(self):
     scores, rows = self.train(self.workdir)
     last = rows[-1]
@@ -516,6 +517,7 @@ class RunTest(parameterized.TestCase):
     learned = lambda row: {k: v for k, v in row.items() if k.startswith(('actor', 'role', 'stppo'))}
     self.assertEqual(list(map(learned, got)), list(map(learned, want)))
 
+  @pytest.mark.slow
   def test_parameters_train_on_own_role_only(self):
     """The second role never moves: the first one's numbers are, bit for bit, those of one agent."""
     values = {'rollout__width': 16, 'rollout__slot_buckets': (192,)}
@@ -577,6 +579,7 @@ class RunTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, '^[^\n]*has several agents'):
       chat_lib.chat(self.config(), None, {}, '', [])
 
+  @pytest.mark.slow
   def test_an_absent_role_changes_nothing_in_training(self):
     """One optimizer step per update: sums over further rows of zeros, up to rounding."""
     values = {'train__mini_batch': 16, 'rollout__width': 16, 'rollout__slot_buckets': (192,)}

@@ -114,6 +114,7 @@ class ReplayTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, words):
         saved.read(path, mock.Mock())
 
+  @pytest.mark.slow
   def test_unusable_replays_are_one_line(self):
     config, workdir = self.make('run', **{'train.updates': 1})
     loop.start(config, workdir)
@@ -165,6 +166,7 @@ class ReplayTest(parameterized.TestCase):
       loop.start(config, again)
     self.assertFalse(os.path.exists(again))
 
+  @pytest.mark.slow
   def test_samples_are_the_batches_of_the_run(self):
     config, workdir = self.make('run', **GROUPS, **{'train.updates': 1})
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
