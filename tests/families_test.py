@@ -258,7 +258,7 @@ class TransformersTest(parameterized.TestCase):
       tensors['multi_modal_projector.mm_soft_emb_norm.weight'] = np.ones(3, np.float32)
       safetensors.numpy.save_file(tensors, both / 'model.safetensors')
       (both / 'config.json').write_text(json.dumps(config))
-      with self.assertLogs(level='INFO') as logs:
+      with self.assertLogs('absl', 'INFO') as logs:
         loaded = convert.load_hf(both)
       self.assertIn('2 tensors beside the text model are left out', logs.output[-1])
       logits = forward(loaded[1], loaded[0], tokens, None)[0]
