@@ -30,7 +30,7 @@ suppress_warnings = ['ref.python']
 autodoc_default_options = {'members': True, 'undoc-members': False, 'member-order': 'bysource'}
 autodoc_typehints_format = 'short'
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ['verifiers']  # of the Python that adapters/verifiers_worker.py runs in
+autodoc_mock_imports = ['verifiers']  # only the Python of adapters/verifiers_worker.py has it
 maximum_signature_line_length = 110
 toc_object_entries = False  # the contents list modules and not their functions
 

@@ -35,7 +35,7 @@ _ANSWERS = (
 )
 _OPTIONS = ('options', 'choices')
 _LETTERS = ('answer_idx', 'answerKey', 'answer_index')
-_OTHER_LETTERS = ('label', 'correct')  # which may also mean something else
+_OTHER_LETTERS = ('label', 'correct')  # These may also mean something else.
 _OPTION_COLUMNS = ('opa', 'opb', 'opc', 'opd', 'ope')
 _PASSAGES = ('context', 'paragraphs', 'CONTEXTS', 'passage')
 _OTHERS = (

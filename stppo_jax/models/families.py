@@ -362,7 +362,7 @@ def to_json(config: decoder.ModelConfig) -> dict[str, Any]:
   family = FAMILIES[name]
   rope_scaling = _scaling_to_json(config.rope_scaling)
   raw: dict[str, Any] = {'rope_theta': config.rope_theta, 'rope_scaling': rope_scaling}
-  if family.defaults:  # that of the class may lie outside a small vocabulary
+  if family.defaults:  # The default id may lie outside a small vocabulary.
     raw['pad_token_id'] = None
   has_windows = 'window' in config.layer_types
   if name == 'mistral':
