@@ -128,7 +128,7 @@ class UpdateTest(parameterized.TestCase):
     if ratio != 'token':  # Every ratio is 1, but the gradient of a turn is shared.
       return
     weights, advantages = work.weights.policy, work.batch.advantages
-    objective = lambda actor: jnp.sum(weights * advantages * work.log_probs(actor)[0])
+    objective = lambda actor: jnp.sum(weights * advantages * work.policy(actor, None).logp)
     gradient = jax.grad(objective)(work.state.actor)
     ascended = jax.tree.map(jnp.add, work.state.actor, gradient)
     _, of_none, _ = one_step('ppo', ratio='none')
