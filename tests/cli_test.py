@@ -41,6 +41,7 @@ from stppo_jax.cli import help as help_lib
 from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
 from stppo_jax.cli import signals
+from stppo_jax.monitoring import metrics
 from stppo_jax.training import loop
 from stppo_jax.types import Episode
 from stppo_jax.types import RunError
@@ -275,6 +276,12 @@ class WordsTest(absltest.TestCase):
     unittest.TestLoader().loadTestsFromName('my_task.env_test').run(result)
     self.assertEqual(result.testsRun, 2)
     self.assertEmpty(result.errors + result.failures)
+    config = importlib.import_module('my_task.config').get_config()
+    with tiny_run.on_one_device():
+      loop.start(config, 'run')
+    shares = {row['step']: row.get('val-core/all/share') for row in metrics.read_metrics('run')}
+    self.assertLess(shares[0], 0.3)
+    self.assertGreater(shares[14], 0.8)
 
 
 class DoctorTest(absltest.TestCase):

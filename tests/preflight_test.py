@@ -163,7 +163,14 @@ class BeforeWeightsTest(PreflightCase):
   def test_unplayable_prompts_are_counted(self):
     turn = types.Turn(np.zeros(3, np.int32), np.zeros(3), np.zeros(0, np.int32))
     make = lambda turns, **counts: types.Episode(
-        types.Task('a'), 0, np.zeros(2, np.int32), turns, failed=True, counts=counts
+        types.Task('a'),
+        0,
+        np.zeros(2, np.int32),
+        turns,
+        failed=True,
+        counts=counts,
+        metrics={'em': 1.0} if turns else {},  # a right answer without the passages
+        core_metrics=('em',),
     )
     episodes = [make([turn]), make([], prompt_too_long=1.0), make([], prompt_too_long=1.0)]
     metrics = episodes_lib.summarize(episodes)
@@ -172,6 +179,7 @@ class BeforeWeightsTest(PreflightCase):
     scores = evaluation.scores(episodes)
     self.assertAlmostEqual(scores['val-aux/retrieval_failed'], 1 / 3)
     self.assertAlmostEqual(scores['val-aux/prompt_too_long'], 2 / 3)
+    self.assertAlmostEqual(scores['val-core/all/em'], 1 / 3)
 
     agent = mock.Mock(**{'play.return_value': episodes[1:], 'retriever': None})
     stream = mock.Mock(**{'take.return_value': [types.Task('a'), types.Task('b')]})
