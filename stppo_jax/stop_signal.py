@@ -35,7 +35,7 @@ class StopSignal:
       raise types.Stopped
 
   def wait(self, seconds: float) -> bool:
-    """Waits until the signal is set, for at most so long. Returns whether it is set."""
+    """Waits until the signal is set, for at most `seconds`. Returns whether it is set."""
     end = time.monotonic() + seconds
     while not self.is_set():
       left_s = end - time.monotonic()

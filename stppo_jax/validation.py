@@ -361,7 +361,7 @@ def _check_allocation(config: Config) -> None:
 
 
 def _check_allocation_acts(config: Config, first_rows: int) -> None:
-  """Checks that some scores give groups of unequal size, see `allocation.Allocation`."""
+  """Checks that some scores give groups of unequal size, see `dars.Allocation`."""
   rollout = config.rollout
   given = f'config.rollout.allocation={rollout.allocation!r}'
   if config.train.episodes == rollout.group_size:
@@ -391,7 +391,7 @@ def _check_allocation_acts(config: Config, first_rows: int) -> None:
 
 
 def _largest_wish(rule: str, first_rows: int) -> int:
-  """Returns `allocation.wanted_rows` of a question that was never solved: a = 1 / (2 N) there."""
+  """Returns `dars.wanted_rows` of a question that was never solved: a = 1 / (2 N) there."""
   total = first_rows**2
   if rule == 'dars_et':
     total = math.ceil(first_rows**3 / (2 * first_rows - 1))
@@ -686,8 +686,9 @@ def _check_objective(config: Config, variant: Variant) -> None:
   if not variant.compares_rows:
     return
   name = variant.described()['objective']
-  has_turns = variant.advantage == 'turn_zscore' and name != 'rover'  # ROVER reads tokens
-  if has_turns or not variant.needs_groups:
+  reads_episodes = 'aggregation' not in variant.objective_reads
+  has_turns = variant.advantage == 'turn_zscore'
+  if (has_turns and reads_episodes) or not variant.needs_groups:
     raise UserError(
         f'config.algorithm.objective={name!r} reads one advantage per episode, compared within a '
         f'group, and advantage={variant.described()["advantage"]!r} has none: set '
@@ -700,9 +701,9 @@ def _check_objective(config: Config, variant: Variant) -> None:
           f'config.algorithm.{column}={value!r} acts on the surrogate of a token, and '
           f'objective={name!r} has none: set --config.algorithm.{column}={neutral}'
       )
-  if name == 'rover' and variant.old_logp == 'sampler':
+  if 'uniform' in variant.needs and variant.old_logp == 'sampler':
     raise UserError(
-        "config.algorithm.old_logp='sampler': objective='rover' compares with the values of the "
+        f"config.algorithm.old_logp='sampler': objective={name!r} compares with the values of the "
         "trainer's policy before the update, and the ratio would start from another policy: set "
         '--config.algorithm.old_logp=trainer'
     )

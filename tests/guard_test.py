@@ -1,5 +1,6 @@
 """Time limits and stops of users' code that blocks."""
 
+from concurrent import futures
 import random
 import threading
 import time
@@ -63,7 +64,7 @@ class GuardTest(parameterized.TestCase):
     self.assertStartsWith(
         info['environment_error'],
         f'the environment Blocks gave no result of {where} within 0.2 s '
-        f'(config.rollout.env_timeout_s), and is abandoned at {__file__}:',
+        f'(config.rollout.env_timeout_s); the call was abandoned at {__file__}:',
     )
     self.assertIn('self._over.wait()', info['traceback'])
     other = self.make('', isolated, guard)  # the lock of the random state is free again
@@ -129,6 +130,17 @@ class GuardTest(parameterized.TestCase):
     self.assertEqual(guard.call('x', threading.get_ident), threading.get_ident())
     self.assertTrue(guard.call('x', guard_lib.is_in_main_thread))
     self.assertFalse(guard_lib.is_in_main_thread())
+
+  def test_stop_leaves_call_of_sampling_thread(self):
+    signal = StopSignal()
+    signal.set()
+    guard = guard_lib.Guard(0.0, signal, in_place=True)
+    never = threading.Event()
+    self.addCleanup(never.set)
+    with futures.ThreadPoolExecutor(1) as pool:
+      call = pool.submit(guard.call, 'x', never.wait)
+      with self.assertRaises(types.Stopped):
+        call.result(60)
 
   @parameterized.parameters(SystemExit, KeyboardInterrupt)
   def test_exit_of_an_environment_is_an_error(self, kind):

@@ -82,7 +82,7 @@ BUILT_IN: dict[str, dict[str, str | None]] = {
         'ipo': 'stppo_jax.systems.ipo:IPO',
         'iterative_ipo': 'stppo_jax.systems.ipo:ITERATIVE_IPO',
         'tdpo': 'stppo_jax.systems.tdpo:TDPO',
-        'p3o': 'stppo_jax.systems.p3o:p3o',
+        'p3o': 'stppo_jax.systems.p3o:P3O',
         'rover': 'stppo_jax.systems.rover:ROVER',
     },
     'divisor': {
@@ -110,7 +110,7 @@ def resolve(column: str, value: str | Callable) -> Any:
 
 
 class _Declared:
-  """A function with what it declares. Two are equal if their functions and declarations are."""
+  """A function with what it declares. Two objects are equal if both parts are equal."""
 
   function: Callable
 
@@ -149,10 +149,13 @@ class RowObjective(_Declared):
     function: (outputs, batch, variant) -> (row_values, clipped).
     needs: what it reads besides log-probs. 'reference' is batch.ref_logp, 'uniform' is
       outputs.uniform and batch.old_uniform, and 'reference_kl' is outputs.reference_kl.
+    reads: columns of the variant that it reads, so that a run can warn of settings without effect.
+      One that reads 'aggregation' averages over tokens, and reads an advantage of each token.
   """
 
   function: Callable
   needs: tuple[str, ...] = ()
+  reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +351,11 @@ class Variant:
   def needs(self) -> tuple[str, ...]:
     """What the objective reads besides log-probs, see `RowObjective`."""
     return getattr(self.function('objective'), 'needs', ())
+
+  @property
+  def objective_reads(self) -> tuple[str, ...]:
+    """Columns that an objective that compares rows reads, see `RowObjective`."""
+    return getattr(self.function('objective'), 'reads', ())
 
   @property
   def needs_reference(self) -> bool:

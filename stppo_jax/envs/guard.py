@@ -34,8 +34,8 @@ class TimedOut(Exception):
     place = plugins.user_line(stack)
     self.stack = stack  # where the call stands
     super().__init__(
-        f'no result of {what} within {timeout_s:g} s (config.rollout.env_timeout_s), and is '
-        f'abandoned{" at " * bool(place)}{place}'
+        f'no result of {what} within {timeout_s:g} s (config.rollout.env_timeout_s); the '
+        f'call was abandoned{" at " * bool(place)}{place}'
     )
 
 
@@ -50,8 +50,8 @@ class Guard:
     timeout_s: time limit of a call; 0: none.
     stop_signal: leaves calls in progress, and raises Stopped.
     raises: raise Stopped. Otherwise raise StopSeen, because several processes stop together.
-    in_place: without a time limit, calls run in the thread of the caller. In the main thread,
-      SIGTERM then raises Stopped within them.
+    in_place: without a time limit, calls of the main thread run in it. SIGTERM then raises Stopped
+      within them. In another thread a call only runs in place if no signal can stop it.
   """
 
   def __init__(
@@ -76,7 +76,8 @@ class Guard:
     Raises TimedOut, which names `what`, and Stopped. SystemExit and KeyboardInterrupt of the
     function become a RuntimeError.
     """
-    if self._in_place:
+    is_main = threading.current_thread() is threading.main_thread()
+    if self._in_place and (is_main or self._stop_signal is NEVER):
       return _call_in_place(function, *args, **kwargs)
     job = _Job(function, args, kwargs, self._timeout_s)
     worker = _take_worker()
@@ -146,7 +147,7 @@ class _Job:
       self._value = self._context.run(self._call)
     except Exception as error:  # raised by `result`
       self._error = error
-    except BaseException as error:  # would end the thread, or the run without a word
+    except BaseException as error:  # would end the thread, or silently the run
       self._error = RuntimeError(f'{type(error).__name__}: {error}')
       self._error.__cause__ = error
 

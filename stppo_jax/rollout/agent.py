@@ -114,7 +114,7 @@ class Agent:
       tasks: Sequence[types.Task],
       stop_signal: StopSignal,
   ) -> Iterator[None]:
-    """Context manager of a run in `workdir`, whose policy `params` has had so many updates."""
+    """Context manager of a run in `workdir`, whose policy `params` has had `updates` updates."""
     # A sampler in this process has nothing to open.
     del workdir, updates, params, tasks, stop_signal
     yield

@@ -94,7 +94,7 @@ class RemoteAgent(agent_lib.Agent):
       tasks: Sequence[types.Task],
       stop_signal: StopSignal,
   ) -> Iterator[None]:
-    """Context manager of a run in `workdir`, whose policy `params` has had so many updates.
+    """Context manager of a run in `workdir`, whose policy `params` has had `updates` updates.
 
     Connects the engines, and compares their log-probs with those of the trainer.
     """

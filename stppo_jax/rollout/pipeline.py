@@ -53,7 +53,7 @@ class Batches:
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   rows_per_episode: int = 1
   demonstrator: Any = None  # demonstrations.Demonstrator, plays some rows of the groups
-  allocation: Any = None  # allocation.Allocation; None: all groups have the same size
+  allocation: Any = None  # systems.dars.Allocation; None: all groups have the same size
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in separate buffers."""

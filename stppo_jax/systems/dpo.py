@@ -2,7 +2,8 @@
 
 DPO (Rafailov et al., arXiv 2305.18290, paper) compares with the reference. The iterative form, with
 `extrapolation` Accelerated Preference Optimization (He et al., arXiv 2410.06293, paper), compares
-with the policy before the update. Notation as in algorithms/objectives.py.
+with the policy before the update. Notation as in algorithms/objectives.py. Pairs are sampled in the
+run: there is no training on a file of given pairs.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def pair_objective(value_of: Callable[[jax.Array, Variant], jax.Array], start: s
     return pairs.terms(values), objectives.nothing_clipped(outputs)
 
   needs = ('reference',) if start == 'ref_logp' else ()
-  return RowObjective(compare, needs)
+  return RowObjective(compare, needs, reads=('beta',))
 
 
 def log_sigmoid(h: jax.Array, variant: Variant) -> jax.Array:

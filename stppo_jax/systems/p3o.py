@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import RowObjective
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
@@ -50,3 +51,6 @@ def p3o(
   clipped_pairs = is_pair & (bounded < free)
   is_clipped = clipped_pairs.any(axis=1, keepdims=True)
   return row_values, jnp.broadcast_to(is_clipped, outputs.logp.shape)
+
+
+P3O = RowObjective(p3o, reads=('clip_low', 'clip_high'))

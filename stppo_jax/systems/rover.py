@@ -25,7 +25,7 @@ def rover(
   Choice: t' may be in the next turn, as in GAE.
   """
   mask = objectives.counted_tokens(batch)
-  assert outputs.uniform is not None and batch.old_uniform is not None  # the row needs them
+  assert outputs.uniform is not None and batch.old_uniform is not None  # declared in `needs`
   drift = outputs.uniform - batch.old_uniform
   drift = jax.lax.stop_gradient(drift)
   next_drift = _at_next_token(drift, mask)
@@ -53,4 +53,4 @@ def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
   return values_after.T
 
 
-ROVER = RowObjective(rover, needs=('uniform',))
+ROVER = RowObjective(rover, needs=('uniform',), reads=('alpha', 'beta', 'aggregation'))

@@ -14,13 +14,13 @@ def tdpo(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns TDPO2's terms (arXiv 2404.11999, `trainers.py` `tdpo_loss`).
 
-  mean log sigmoid( beta [ (l - f)_w - (l - f)_l - alpha (K_l - sg K_w) ] )
+  mean log sigmoid( beta [ (l - f)_best - (l - f)_worst - alpha (K_worst - sg K_best) ] )
 
-  w and l are the best and the worst episode of a group. K sums KL(reference || policy), taken over
+  Best and worst are episodes of a group. K sums KL(reference || policy), taken over
   the vocabulary, over the tokens of an episode, and has a gradient. With alpha 0 this is DPO.
   Choice: the authors train on given pairs, and these pairs are sampled.
   """
-  assert outputs.reference_kl is not None  # the row needs it
+  assert outputs.reference_kl is not None  # declared in `needs`
   pairs = objectives.best_and_worst(batch)
   log_ratio = objectives.episode_sums(outputs.logp - batch.ref_logp, batch)
   kl = variant.alpha * objectives.episode_sums(outputs.reference_kl, batch)
@@ -31,4 +31,4 @@ def tdpo(
   return pairs.terms(values), objectives.nothing_clipped(outputs)
 
 
-TDPO = RowObjective(tdpo, needs=('reference', 'reference_kl'))
+TDPO = RowObjective(tdpo, needs=('reference', 'reference_kl'), reads=('alpha', 'beta'))

@@ -138,7 +138,7 @@ class Learners:
       self.states[name] = dataclasses.replace(state, skipped=skipped)
 
   def compile_ahead(self, num_episodes: int, group_size: int, roles: Sequence[str]) -> None:
-    """Begins to compile the functions for a batch of so many episodes, in threads.
+    """Begins to compile the functions for a batch of `num_episodes` episodes, in threads.
 
     An environment with `roles` gives an episode one row for each of them.
     """

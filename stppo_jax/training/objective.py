@@ -25,26 +25,25 @@ def _has_function(variant: Variant) -> bool:
 def _clips(variant: Variant) -> bool:
   """Returns whether the bounds of a clip are read."""
   if variant.compares_rows:
-    return variant.objective == 'p3o'
+    return 'clip_low' in variant.objective_reads
   return variant.ratio != 'none' and variant.surrogate != 'square'
 
 
 def _reads_beta(variant: Variant) -> bool:
   """Returns whether beta scales a log-ratio."""
   if variant.compares_rows:
-    return variant.objective != 'p3o'
+    return 'beta' in variant.objective_reads
   return variant.surrogate == 'square'
 
 
 def _aggregates(variant: Variant) -> bool:
   """Returns whether the weights of tokens are read: the loss of pairs is a mean over pairs."""
-  is_of_pairs = variant.compares_rows and variant.objective != 'rover'
-  is_built_in = isinstance(variant.objective, str)
-  has_penalty = variant.kl_in == 'loss' or variant.entropy_coef != 0
-  return has_penalty or not (is_of_pairs and is_built_in)
+  if variant.kl_in == 'loss' or variant.entropy_coef != 0 or not variant.compares_rows:
+    return True
+  return callable(variant.objective) or 'aggregation' in variant.objective_reads
 
 
-# Columns that change nothing without another setting, and whether a variant has that one.
+# Columns that change nothing without another setting, with a test whether a variant has that one.
 _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     (
         'gamma',
@@ -68,7 +67,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     (
         'alpha',
         'objective=tdpo or rover',
-        lambda v: v.objective in ('tdpo', 'rover') or _has_function(v),
+        lambda v: 'alpha' in v.objective_reads or _has_function(v),
     ),
     ('divisor', 'a clipped ratio', lambda v: _clips(v) or v.divisor == 'none'),
     ('chunk_length', 'ratio=chunk', lambda v: v.ratio == 'chunk' or callable(v.ratio)),
@@ -93,7 +92,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     ('rollout_rs_low rollout_rs_high', 'rollout_rs', lambda v: v.rollout_rs != 'none'),
 )
 
-# Settings of other sections that change nothing without another setting, and whether it is there.
+# Settings of other sections that change nothing without another setting, with a test for that one.
 _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...] = (
     (
         'rollout.first_rows rollout.max_group',
@@ -168,18 +167,6 @@ def make_variant(config: Config) -> Variant:
         'give the name of a stppo_jax.algorithms.variants.Variant'
     )
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
-  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
-  has_ratio = variant.ratio != 'none' and variant.objective != 'rover'  # see validation
-  if config.rollout.engine and algorithm.old_logp is None and has_ratio and not is_corrected:
-    # Choice: the study's rule for stale batches is the default wherever another program samples.
-    if variant.old_logp != 'sampler':
-      logging.log_first_n(
-          logging.INFO,
-          "config.rollout.engine: the ratios start from the engine's log-probs, see "
-          '--config.algorithm.old_logp',
-          1,
-      )
-    variant = dataclasses.replace(variant, old_logp='sampler')
   _check_hashable(algorithm.variant, variant)
   functions = {}
   for column, names in variant_lib.BUILT_IN.items():
@@ -194,6 +181,19 @@ def make_variant(config: Config) -> Variant:
       )
   variant_with_names = variant  # the columns as they are given, for messages
   variant = dataclasses.replace(variant, **functions)
+  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
+  # Mean log-probs over the vocabulary are the trainer's, so the ratios have to be, too.
+  has_ratio = variant.ratio != 'none' and 'uniform' not in variant.needs
+  if config.rollout.engine and algorithm.old_logp is None and has_ratio and not is_corrected:
+    # Choice: the study's rule for stale batches is the default wherever another program samples.
+    if variant.old_logp != 'sampler':
+      logging.log_first_n(
+          logging.INFO,
+          "config.rollout.engine: the ratios start from the engine's log-probs, see "
+          '--config.algorithm.old_logp',
+          1,
+      )
+    variant = dataclasses.replace(variant, old_logp='sampler')
   validation.check_variant(config, variant)
   for column in variant_lib.BUILT_IN:
     function = getattr(variant, column)

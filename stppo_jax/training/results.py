@@ -13,14 +13,14 @@ class PolicyTokens(NamedTuple):
   entropy: jax.Array  # entropies of its distributions
   ratio: jax.Array | None = None  # importance ratios; None: not computed yet
   clipped: jax.Array | None = None  # whether the clip changed the gradient; None: as for the ratio
-  bias: jax.Array | None = None  # cotangent of C; None for an objective that compares rows
+  bias_cotangent: jax.Array | None = None  # C as a cotangent; None: rows are compared
   kl: jax.Array | None = None  # KL penalty in the loss; None: there is none
 
 
 class PolicySums(NamedTuple):
   """Sums over the tokens of a step."""
 
-  num_signals: jax.Array  # [] cotangents that are not 0
+  num_nonzero: jax.Array  # [] cotangents that are not 0
   pg_loss: jax.Array | None = None  # [] -J, the policy's loss
   row_losses: jax.Array | None = None  # [b] its terms by row
   clipped_objective: jax.Array | None = None  # [] J_c, the part of J that was clipped

@@ -370,10 +370,9 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
 
   Both are sums over tokens of the model's gradient dlogp_t times a number per token, the cotangent
   [b,T]. `_sum_gradients` computes both cotangents from the same log-probs, bin by bin, and pulls
-  that of g back through the model. A pull-back gives one gradient, so C needs a second pass:
-  `_sum_bias` repeats the forward pass of the bins in which a token was clipped, and pulls the
-  cotangent of C back. The pass comes after the loop over all bins, because only then these bins are
-  known and can be packed together. Most bins have no clipped token and cost nothing.
+  that of g back through the model. It could pull that of C back, too, but then each bin would cost
+  a second pull-back. Few bins have a clipped token, and these bins are known after the loop. So
+  `_sum_bias` packs them together, repeats their forward pass and pulls the cotangent of C back.
 
   The cotangents of an objective that compares rows depend on log-probs of other bins. So
   `_compare_rows` runs the forward pass of all bins first. Such an objective has no C.
@@ -382,26 +381,28 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   row_cotangents = None
   if spec.variant.compares_rows:
     row_cotangents = _compare_rows(inputs)
-  step = _sum_gradients(inputs, row_cotangents)
+  summed = _sum_gradients(inputs, row_cotangents)
   bias = None  # C, a tree with the shapes of the actor
   if spec.variant.measures_bias:
-    bias = _sum_bias(inputs, step.tokens.bias)
-  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, step)
-  divided, division_metrics = _divide(inputs, step, bias)
+    bias = _sum_bias(inputs, summed.tokens.bias_cotangent)
+  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, summed)
+  divided, division_metrics = _divide(inputs, summed, bias)
   metrics |= division_metrics
   step_scale: jax.Array | float = 1.0
   if spec.variant.step_scale != 'none':
     step_scale = jnp.sqrt(metrics['stppo/ess_share'])  # VCPO's rule for Adam
     metrics['stppo/step_scale'] = step_scale
   if spec.has_values:
-    metrics['critic/grad_norm'] = correction.norm(step.critic)
+    metrics['critic/grad_norm'] = correction.norm(summed.critic)
   is_finite = diagnostics.is_finite(metrics)
-  # A clipped token has no gradient, and still tells how far the policy is to go.
-  is_clipped = step.tokens.clipped & (inputs.weights.policy != 0)
-  has_signal = (step.sums.num_signals > 0) | is_clipped.any()
-  state, applied_metrics = _apply(inputs, divided, step.critic, is_finite, has_signal, step_scale)
+  # If all tokens are clipped, the gradient is 0, and the optimizer's moments still take a step.
+  is_clipped = summed.tokens.clipped & (inputs.weights.policy != 0)
+  has_gradient = (summed.sums.num_nonzero > 0) | is_clipped.any()
+  state, applied_metrics = _apply(
+      inputs, divided, summed.critic, is_finite, has_gradient, step_scale
+  )
   metrics |= applied_metrics
-  logged_tokens = {'ratio': step.tokens.ratio, 'clipped': step.tokens.clipped}
+  logged_tokens = {'ratio': summed.tokens.ratio, 'clipped': summed.tokens.clipped}
   return state, metrics, logged_tokens
 
 
@@ -457,22 +458,22 @@ def _sum_gradients(inputs, row_cotangents):
     grads = inputs.placed(grads)
     return results.PolicyStep(grads['actor'], grads.get('critic'), tokens, sums, value_tokens)
 
-  step = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
-  tokens = step.tokens
+  summed = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
+  tokens = summed.tokens
   if row_cotangents is not None:
     tokens = tokens._replace(ratio=row_cotangents.ratio, clipped=row_cotangents.clipped)
-    sums = step.sums._replace(
+    sums = summed.sums._replace(
         pg_loss=row_cotangents.pg_loss,
         row_losses=row_cotangents.row_losses,
         clipped_objective=jnp.zeros(()),  # such an objective has no C
         num_pairs=row_cotangents.num_pairs,
     )
-    return step._replace(tokens=tokens, sums=sums)
+    return summed._replace(tokens=tokens, sums=sums)
   is_counted = inputs.weights.mask > 0
   ratio = jnp.where(is_counted, tokens.ratio, 1)
   # Summing over micro-batches turned booleans into numbers.
   clipped = tokens.clipped > 0
-  return step._replace(tokens=tokens._replace(ratio=ratio, clipped=clipped))
+  return summed._replace(tokens=tokens._replace(ratio=ratio, clipped=clipped))
 
 
 def _values_vjp(inputs, layout):
@@ -510,7 +511,7 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
     policy_weights = inputs.weights.policy * is_here
     d_logp, d_bias, parts = correction.cotangents(logp, batch, variant, weights=policy_weights)
     tokens = tokens._replace(
-        bias=d_bias, ratio=parts['ratio'] * is_here, clipped=parts['clipped'] * is_here
+        bias_cotangent=d_bias, ratio=parts['ratio'] * is_here, clipped=parts['clipped'] * is_here
     )
     sums = sums._replace(
         pg_loss=parts['pg_loss'],
@@ -536,8 +537,8 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
   cotangents = objectives.TokenOutputs(
       logp=d_logp, reference_kl=d_reference_kl, entropy=-variant.entropy_coef * weights
   )
-  num_signals: Any = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
-  return cotangents, tokens, sums._replace(num_signals=num_signals)
+  num_nonzero: Any = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
+  return cotangents, tokens, sums._replace(num_nonzero=num_nonzero)
 
 
 def _value_loss(inputs, layout, outputs):
@@ -577,7 +578,7 @@ def _sum_bias(inputs, cotangent):
   return inputs.sum_micro_batches(one_micro_batch, packing)
 
 
-def _divide(inputs, step, bias):
+def _divide(inputs, summed, bias):
   """Divides the actor's gradient g by a function of ||C||: returns (DividedGradient, metrics).
 
   Choice: the divisor divides the actor's whole gradient, with its entropy, KL and imitation terms,
@@ -585,7 +586,7 @@ def _divide(inputs, step, bias):
   """
   spec = inputs.spec
   variant = spec.variant
-  g = step.actor
+  g = summed.actor
   g_norm = correction.norm(g)
   metrics = {'stppo/grad_norm': g_norm}
   c_norm = jnp.zeros(())
@@ -594,11 +595,11 @@ def _divide(inputs, step, bias):
     metrics['stppo/bias_norm'] = c_norm
     metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # -g and C, see the signs above
   if variant.norm_of == 'loss':
-    c_norm = jnp.abs(step.sums.clipped_objective)
+    c_norm = jnp.abs(summed.sums.clipped_objective)
   is_counted = inputs.weights.policy != 0
-  any_clipped = (step.tokens.clipped & is_counted).any()
+  any_clipped = (summed.tokens.clipped & is_counted).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
-  value_gradient = step.critic if spec.shared_trunk else None
+  value_gradient = summed.critic if spec.shared_trunk else None
   order = variant.divide
   divided = correction.divide(order, g, value_gradient, divisor, spec.actor_clip)
   metrics['stppo/divisor'] = divisor
@@ -613,17 +614,17 @@ def _divide(inputs, step, bias):
   return divided, metrics
 
 
-def _apply(inputs, divided, value_gradient, is_finite, has_signal, step_scale):
+def _apply(inputs, divided, value_gradient, is_finite, has_gradient, step_scale):
   """Runs the optimizers. If something is not finite, only counts the step.
 
-  Choice: an actor whose loss has no gradient at any token (`has_signal`) stays where it is. The
+  Choice: an actor whose loss has no gradient at any token (`has_gradient`) stays where it is. The
   optimizer's moments and its weight decay alone would move it, and the batch says nothing: no
   token counts, no group has a pair, or all advantages are 0 without an entropy bonus and a KL.
   """
   spec = inputs.spec
   state = inputs.state
   has_tokens = is_finite & inputs.weights.mask.any()
-  train_actor = is_finite & has_signal
+  train_actor = is_finite & has_gradient
   if spec.shared_trunk:
     train_actor |= has_tokens  # the value loss moves the trunk
   train_actor &= state.step >= spec.critic_warmup
