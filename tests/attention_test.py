@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax.models import attention
 from stppo_jax.models import sharding
@@ -75,6 +76,7 @@ class PlainTest(parameterized.TestCase):
     return jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(scores, where=seen[:, None]), v)
 
   @parameterized.parameters((63, 0), (200, 50), (300, 0))
+  @pytest.mark.slow_after(1)
   def test_blocks_and_their_written_out_derivative(self, length, chunk):
     """In float64: one block, 4 of which the last is short, 4 of more than 64; 200 and 300 in chunks
     of 50."""

@@ -7,6 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pytest
 
 from experiments import st_ppo_tiny
 from stppo_jax import config as schema
@@ -68,6 +69,7 @@ class ChatTest(parameterized.TestCase):
     self.assertEqual('\n'.join(shown), '\n'.join(filter(None, read)))
     self.assertLen(episode.turns[0].observation, 24)
 
+  @pytest.mark.slow
   def test_ctrl_c_leaves_only_the_question(self):
     # A shell starts its background jobs with this signal ignored.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)

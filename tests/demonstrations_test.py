@@ -177,6 +177,7 @@ def imitation_gradient(batch, rows):
 class ImitationTest(parameterized.TestCase):
 
   @parameterized.parameters((8, (16,)), (1, (16, 32)), (2, (8, 16)))
+  @pytest.mark.slow_after(1)
   def test_alone_it_is_the_gradient_of_sft(self, micro_batch, lengths):
     """All scores are equal, so that the policy gradient is 0."""
     batch = dataclasses.replace(make_batch(), rewards=np.zeros((ROWS, LENGTH), np.float32))
@@ -235,6 +236,7 @@ class ImitationTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(plain.critic, both.critic)
 
+  @pytest.mark.slow
   def test_it_adds_to_an_objective_that_compares_rows(self):
     batch = make_batch()
     _, plain, _, _ = one_update(make_spec('p3o'), batch)
@@ -245,6 +247,7 @@ class ImitationTest(parameterized.TestCase):
     self.assertGreater(metrics['actor/imitation_loss'], 0)
 
   @parameterized.parameters((0.0, False), (1.0, True))
+  @pytest.mark.slow_after(1)
   def test_a_step_of_demonstrations_alone_trains_no_critic(self, imitation, moves):
     spec = make_spec('st_ppo', imitation=imitation)
     before, after, metrics, _ = one_update(spec, make_batch(), rows=[3, 5])

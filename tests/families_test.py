@@ -288,6 +288,7 @@ def window_config(**changes):
 
 class DecoderTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_scanned_periods_equal_unrolled_layers(self):
     tokens = np.random.default_rng(0).integers(0, 60, (2, 30))
     params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), window_config())
@@ -332,6 +333,7 @@ class DecoderTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, 'caps its logits.*choose another objective'):
       decoder.uniform_logp({}, config, x, np.zeros((1, 4), int), x[..., 0])
 
+  @pytest.mark.slow
   def test_greedy_episode_equals_teacher_forcing(self):
     """Prompts of different lengths, in chunks; the window is shorter than all of them."""
     config = window_config(cache_tile=16)

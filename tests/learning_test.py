@@ -57,6 +57,7 @@ NOT_LEARNED = ('ospo', 'distillation', 'ipo')
 class LearningTest(parameterized.TestCase):
 
   @parameterized.parameters('st_ppo', 'grpo')
+  @pytest.mark.slow_after(1)
   def test_it_learns(self, name):
     self.check_learning(name)
 

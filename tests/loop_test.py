@@ -245,6 +245,7 @@ class LoopTest(parameterized.TestCase):
           ('critic/vf_loss', 'critic/lr'),
       ),
   )
+  @pytest.mark.slow
   def test_one_update_of(self, values, present, absent):
     self.check_one_update(values, present, absent)
 
@@ -397,6 +398,7 @@ class LoopTest(parameterized.TestCase):
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
   @parameterized.parameters(('playing', 0), ('waiting', 1), ('blocked', 0), ('blocked', 1))
+  @pytest.mark.slow_after(1)
   def test_stop_waits_for_nothing(self, when, staleness):
     config = make_config(
         **{

@@ -248,6 +248,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertGreater(float(metrics['stppo/grad_norm']), 0)
 
   @parameterized.parameters((True, 'tokens'), (False, 'both'))
+  @pytest.mark.slow_after(1)
   def test_only_trained_parameters_have_state(self, separate, head):
     """No bit of the base changes. Adam keeps two numbers per trained one, and its counts."""
     mesh = update_test.one_device()

@@ -4,6 +4,7 @@ from absl.testing import absltest
 import chex
 import jax
 import numpy as np
+import pytest
 
 from examples import minimal
 from stppo_jax.models import decoder
@@ -40,6 +41,7 @@ class MinimalTest(absltest.TestCase):
     np.testing.assert_allclose(measured['stppo/bias_norm'], metrics['|C|'], rtol=1e-4)
     np.testing.assert_allclose(measured['stppo/divisor'], metrics['divisor'], rtol=1e-4)
 
+  @pytest.mark.slow
   def test_reward_rises(self):
     rewards = minimal.train(updates=12, report=lambda line: None)
     self.assertGreater(rewards[-1], rewards[0] + 0.15)

@@ -356,6 +356,7 @@ class SamplerRoutesTest(parameterized.TestCase):
       {'rows': 5, 'prefill_rows': 2},
       {'rows': 4, 'width': 2, 'prefill_rows': 2},  # in place
   )
+  @pytest.mark.slow_after(1)
   def test_recorded_experts_equal_those_of_one_pass(self, **sizes):
     for row, routes in self.play(**sizes):
       _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))

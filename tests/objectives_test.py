@@ -392,6 +392,7 @@ class StepTest(parameterized.TestCase):
   """The optimizer steps of a model, which descend by SGD at a rate of 1."""
 
   @parameterized.parameters(*NAMES)
+  @pytest.mark.slow_after(1)
   def test_step_is_gradient_of_whole_objective(self, name):
     spec = update_test.make_spec(name, micro_batch=2, lengths=(12, 24), beta=2.0)
     mesh = update_test.one_device()

@@ -78,6 +78,7 @@ NOT_RUN = {'distillation': 'Its advantages are those of a teacher.'}
 class ProbesTest(parameterized.TestCase):
 
   @parameterized.parameters(*FAST)
+  @pytest.mark.slow_after(1)
   def test_known_answers(self, name):
     self.check_answers(name)
 

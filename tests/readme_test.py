@@ -141,6 +141,7 @@ class HowToAddTest(parameterized.TestCase):
     self.assertCountEqual([*[example[:2] for example in EXAMPLES], alone], printed)
 
   @parameterized.parameters(*(example for example in EXAMPLES if example[0] in TRAINED))
+  @pytest.mark.slow
   def test_an_example_runs_as_it_stands(self, page, module, code, command):
     del page
     self.assertLessEqual(len(code.strip().splitlines()) + 1, MAX_LINES)

@@ -13,6 +13,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
+import pytest
 import requests
 
 from stppo_jax import agents
@@ -381,6 +382,7 @@ class CommandTest(absltest.TestCase):
 
 class TrainingTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_loop_trains_and_evaluates_program(self):
     config = make_config(THIS + ':play_search')
     config.eval = schema.EvalSettings(every=1, episodes=8, rows=8)

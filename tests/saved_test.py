@@ -77,6 +77,7 @@ class ReplayTest(parameterized.TestCase):
     values = {'eval.every': 0, 'eval.episodes': 1, 'train.checkpoint_every': 2} | values
     return tiny_run.make_config(FOLDER, **values), os.path.join(self.folder, name)
 
+  @pytest.mark.slow
   def test_replay_of_groups_ahead_is_bit_exact(self):
     self.check_replay(GROUPS | STALE)
 

@@ -204,6 +204,7 @@ class UpdateTest(parameterized.TestCase):
       ('st_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01, ratio=above_the_mean)),
       ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
   )
+  @pytest.mark.slow_after(1)
   def test_micro_batches_do_not_change_the_update(self, variant, options):
     self.check_micro_batches(variant, options)
 
@@ -329,6 +330,7 @@ class UpdateTest(parameterized.TestCase):
     )
 
   @parameterized.parameters('turn', 'sequence')
+  @pytest.mark.slow_after(1)
   def test_first_ratio_is_exactly_one(self, level):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], ratio=level)
     spec = make_spec(row=row, micro_batch=2)
@@ -345,6 +347,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(float(metrics['stppo/divisor']), 1)
 
   @parameterized.parameters('paper', 'relative')
+  @pytest.mark.slow_after(1)
   def test_reported_norms_are_end_to_end_norms(self, rule):
     """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the
     parameters."""
@@ -602,6 +605,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose([constant(step) for step in (1, 6)], 1.0)
 
   @parameterized.parameters((0, [0.5, 0.5, 1.0]), (1, [0.5, 0.5, 0.5]))
+  @pytest.mark.slow_after(1)
   def test_reported_rate_counts_taken_steps(self, critic_warmup, rates):
     """Of three steps the first is not finite; a warm-up of two steps halves the first rate."""
     optimizer, schedule = train_state.make_optimizer(1.0, 2)

@@ -5,6 +5,7 @@ import tempfile
 from unittest import mock
 
 from absl.testing import absltest
+import pytest
 
 from research import study_rows
 from research.page import build
@@ -82,6 +83,7 @@ class StudyRowsTest(absltest.TestCase):
     self.assertEqual((job.updates, job.overrides['actor.lr']), (30, 6e-4))
     self.assertEqual(job.overrides['model.folder'], 'examples/creators/model')
 
+  @pytest.mark.slow
   def test_runs_end_with_the_examples(self):
     started = []
     runner = mock.MagicMock()

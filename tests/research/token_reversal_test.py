@@ -4,6 +4,7 @@ from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from research import token_reversal
 
@@ -28,6 +29,7 @@ class TokenReversalTest(absltest.TestCase):
     np.testing.assert_array_equal(mask, [[0, 0], [0, 0], [1, 1], [1, 1]])
     np.testing.assert_allclose(advantages[2:, 0], [0.5**0.5, -(0.5**0.5)], atol=1e-5)
 
+  @pytest.mark.slow
   def test_loss_gradient_is_that_of_the_policy(self):
     """On-policy, the clipped loss has the gradient of -mean(sum(A logp)), and k3 has none."""
     setting = token_reversal.Setting('dense', vocabulary=3, length=2, answers=4, kl_coef=0.5)

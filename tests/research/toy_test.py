@@ -249,6 +249,7 @@ class RunTest(absltest.TestCase):
     )
     self.assertEqual(toy_settings.join(*toy_settings.split(other)), other)
 
+  @pytest.mark.slow
   def test_evaluates_before_and_after_each_update(self):
     metrics = small_run()
     self.assertEqual(metrics['toy/success'].shape, (4, 7))
