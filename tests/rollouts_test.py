@@ -6,6 +6,7 @@ import json
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -27,8 +28,10 @@ from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
+from tests.support import micro_run
 from tests.support import tiny_run
 
 THIS = f'gateway:{__name__}'
@@ -323,6 +326,13 @@ class ProgramAgentTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'does not support rollout.routing_replay: '):
       make_agent(config, model_and_params()[0])
 
+  def test_several_processes_are_rejected(self):
+    with mock.patch.object(jax, 'process_count', return_value=2):
+      with self.assertRaisesRegex(
+          types.UserError, 'does not support 2 processes: [^\n]* one process'
+      ):
+        make_agent(make_config(THIS + ':once'), None)
+
   def test_signal_ends_the_programs(self):
     with self.assertRaises(types.Stopped):
       play(make_config(THIS + ':hang'), make_tasks(2), stop_signal=StopSignal(lambda: True))
@@ -405,6 +415,69 @@ class TrainingTest(absltest.TestCase):
             for record in records
         ),
     )
+
+
+def train_ahead(kind, workdir, stop_signal=NEVER):
+  """Three updates. A thread plays batches 2 and 3 with the policy of one update before."""
+  config = make_config(kind)
+  config.train.updates = 3
+  config.train.episodes = config.train.mini_batch = 4
+  config.train.checkpoint_every = 0
+  config.rollout.group_size = 2
+  config.rollout.max_prompt = 192  # of the environment: a program has no such limit
+  config.eval.episodes = 4
+  config.pipeline.staleness = 1
+  config.algorithm.rollout_is = 'token'
+  with tiny_run.on_one_device():
+    loop.start(config, workdir, stop_signal)
+  return micro_run.comparable_metrics(workdir)
+
+
+@functools.cache
+def trained_ahead(kind):
+  with tempfile.TemporaryDirectory() as workdir:
+    return train_ahead(kind, workdir)
+
+
+@pytest.mark.slow
+class StalenessTest(absltest.TestCase):
+
+  def test_program_trains_ahead_as_environment(self):
+    expected = trained_ahead('search')[1:]
+    rows = trained_ahead(THIS + ':play_search')[1:]
+    names = 'critic/score/mean actor/pg_loss stppo/step_norm rollout_corr/logp_diff_mean'.split()
+    for theirs, ours in zip(expected, rows, strict=True):
+      for name in names:
+        self.assertEqual(theirs[name], ours[name], name)
+      self.assertEqual(ours['env/segments/mean'], 1)
+    self.assertEqual([row['pipeline/staleness'] for row in rows], [0, 1, 1])
+    fresh, stale = (row['rollout_corr/logp_diff_mean'] for row in rows[:2])
+    self.assertGreater(stale, 10 * fresh)  # the log-probs are those of older weights
+
+  def test_stop_while_a_batch_is_played_is_resumed(self):
+    kind = THIS + ':play_search'
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    stop = threading.Event()
+    numbers = []
+    sample = pipeline.Batches.sample
+    original = create
+
+    def numbered(batches, params, number, staleness):
+      numbers.append(number)
+      return sample(batches, params, number, staleness)
+
+    def stopping(base_url, messages, **fields):
+      if numbers[-1:] == [2]:
+        stop.set()
+      return original(base_url, messages, **fields)
+
+    with (
+        mock.patch.object(pipeline.Batches, 'sample', numbered),
+        mock.patch(__name__ + '.create', stopping),
+    ):
+      stopped = train_ahead(kind, workdir, StopSignal(stop.is_set))
+    self.assertLen(stopped, 2)  # the batch is not among them
+    self.assertEqual(train_ahead(kind, workdir), trained_ahead(kind))
 
 
 if __name__ == '__main__':

@@ -266,7 +266,6 @@ def make_agent(
   assert isinstance(program, program_lib.Program)
   rollout = config.rollout
   allowed = {
-      'pipeline.staleness': config.pipeline.staleness == 0,
       'rollout.routing_replay': rollout.routing_replay != 'sampling',
       'rollout.max_num_gen_batches': rollout.max_num_gen_batches == 1,
       f'{jax.process_count()} processes': jax.process_count() == 1,
@@ -275,8 +274,8 @@ def make_agent(
   if wrong:
     raise UserError(
         f'config.env.kind={config.env.kind!r} does not support {", ".join(wrong)}: agent programs '
-        "need one process, pipeline.staleness=0, rollout.routing_replay 'none' or 'old_policy', "
-        'and rollout.max_num_gen_batches=1'
+        "need one process, rollout.routing_replay 'none' or 'old_policy', and "
+        'rollout.max_num_gen_batches=1'
     )
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
