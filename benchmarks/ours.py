@@ -13,7 +13,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
@@ -25,7 +25,7 @@ from stppo_jax.training import update
 
 # The settings of a CPU run (experiments/st_ppo_tiny.py, rollout/agent.py).
 _TINY = dataclasses.replace(
-    layers.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
+    presets.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
 )
 SHAPES = {
     '0.94M': _TINY,  # the embedded model's

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 
 
 class Size(typing.NamedTuple):
@@ -32,7 +32,7 @@ QUICK = Size('tiny', 4, 2, 4, 'float32', 'st_ppo', dtype='float32')  # on a CPU
 
 def shape_of(size, param_dtype, num_layers=0):
   """Returns the published shape with the settings of a GPU run."""
-  shape = layers.PRESETS[size.preset]
+  shape = presets.PRESETS[size.preset]
   return dataclasses.replace(
       shape,
       dtype=size.dtype,

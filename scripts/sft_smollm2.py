@@ -34,7 +34,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
 from stppo_jax.distributed import huge_pages
 from stppo_jax.models import convert
-from stppo_jax.models import hf_config
+from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
@@ -100,7 +100,7 @@ def main(unused_argv):
       log_every=max(1, _STEPS.value // 20),
   )
   measure('after', params, shape, held_out, chunk)
-  dtype = hf_config.dtype_to_write(folder, shape.param_dtype)
+  dtype = hf_export.dtype_to_write(folder, shape.param_dtype)
   convert.save_hf(_OUT.value, shape, params, folder, dtype=dtype, eos_ids=tokenizer.eos_ids)
   logging.info(
       'wrote %s; the process took at most %.1f GiB of host memory',

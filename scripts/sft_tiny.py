@@ -30,7 +30,7 @@ from stppo_jax.distributed import huge_pages
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
@@ -104,7 +104,7 @@ def main(unused_argv):
   train_tokenizer(tasks, passages, demonstrator, _OUT.value)
   tokenizer = chat.load_tokenizer(_OUT.value)
   config = dataclasses.replace(
-      layers.PRESETS[_PRESET.value], vocab_size=tokenizer.vocab_size, scan_layers=False
+      presets.PRESETS[_PRESET.value], vocab_size=tokenizer.vocab_size, scan_layers=False
   )
   logging.info(
       '%d parameters, %d tokens in the vocabulary', decoder.num_params(config), tokenizer.vocab_size

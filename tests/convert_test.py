@@ -33,6 +33,7 @@ from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
+from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
 from stppo_jax.types import UserError
@@ -191,7 +192,7 @@ class ConvertTest(TreeTest):
   def test_parameters_are_rounded_to_the_given_dtype(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     convert.save_hf(self.folder, config, params, dtype='bfloat16')
-    self.assertEqual(hf_config.stored_dtype(self.folder), 'bfloat16')
+    self.assertEqual(hf_export.stored_dtype(self.folder), 'bfloat16')
     tensors = safetensors.numpy.load_file(self.folder / 'model.safetensors')
     self.assertEqual({str(tensor.dtype) for tensor in tensors.values()}, {'bfloat16'})
     rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
@@ -217,9 +218,9 @@ class ConvertTest(TreeTest):
         ({'dtype': 'float16'}, 'float16'),
     ):
       path.write_text(json.dumps(raw))
-      self.assertEqual(hf_config.stored_dtype(self.folder), named)
+      self.assertEqual(hf_export.stored_dtype(self.folder), named)
     path.write_text('{"torch_dtype": null}')
-    self.assertEqual(hf_config.stored_dtype(self.folder), '')
+    self.assertEqual(hf_export.stored_dtype(self.folder), '')
 
   @parameterized.parameters(('qwen2_tied', 'value'), ('llama', 'both'))
   def test_round_trip_of_value_heads(self, name, head):

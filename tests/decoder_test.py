@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 from stppo_jax.models import sharding
 from tests.support import collectives
 from tests.support import reference_models
@@ -223,7 +223,7 @@ class TrunkTest(parameterized.TestCase):
         'gemma-3-270m': 268_098_176,
         'gemma-3-1b': 999_885_952,
     }
-    actual = {name: decoder.num_params(layers.PRESETS[name]) for name in counts}
+    actual = {name: decoder.num_params(presets.PRESETS[name]) for name in counts}
     self.assertEqual(actual, counts)
 
   def test_heads_and_their_parameters(self):

@@ -21,6 +21,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import families
 from stppo_jax.models import hf_config
+from stppo_jax.models import hf_export
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import sampler as sampler_lib
@@ -224,7 +225,7 @@ class TransformersTest(parameterized.TestCase):
     expected = {key: p.grad.numpy() for key, p in model.named_parameters()}
     actual = jax.tree.map(np.asarray, gradient(params))
     for entry in hf_config.table(config):
-      ours = convert._copy_out(actual, np.float32, entry)
+      ours = hf_export._copy_out(actual, np.float32, entry)
       self.assertLess(relative_error(ours, expected[entry.name]), 1e-4, entry.name)
 
   def test_experts_in_one_tensor_load(self):
@@ -360,7 +361,7 @@ class DecoderTest(parameterized.TestCase):
 
 def tiny_shape(family):
   """Fields of a ModelConfig of one family, for `tiny_run.write_model`."""
-  shape = dict(families.FAMILIES[family].flags)
+  shape = dict(families.find(family).flags)
   shape |= {'family': family, 'qkv_bias': False, 'num_layers': 3, 'window': 20}
   shape['layer_types'] = ('window', 'window', 'full')
   if family == 'smollm3':

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import figures
 from benchmarks import sizes
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 
 
 def repeats(*tokens_per_s):
@@ -42,7 +42,7 @@ class SizesTest(absltest.TestCase):
 
   def test_each_size_has_its_published_shape(self):
     for size in sizes.SIZES.values():
-      shape, published = sizes.shape_of(size, 'bfloat16', size.layers), layers.PRESETS[size.preset]
+      shape, published = sizes.shape_of(size, 'bfloat16', size.layers), presets.PRESETS[size.preset]
       self.assertEqual(shape.num_layers, size.layers or published.num_layers)
       self.assertEqual((shape.d_model, shape.param_dtype), (published.d_model, 'bfloat16'))
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
 from stppo_jax.models import lora
+from stppo_jax.models import presets
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import layout
@@ -240,7 +240,7 @@ class MeshTest(parameterized.TestCase):
       ('smollm2-135m', 9, (9, 1)),
   )
   def test_the_default_by_the_size_of_the_copy(self, name, devices, wanted):
-    model = dataclasses.replace(layers.PRESETS[name], dtype='bfloat16')
+    model = dataclasses.replace(presets.PRESETS[name], dtype='bfloat16')
     found = layout._smallest_tensor(devices, model)
     self.assertEqual((devices // found, found), wanted)
 

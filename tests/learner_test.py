@@ -18,7 +18,7 @@ from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
@@ -371,7 +371,7 @@ class MakeVariantTest(parameterized.TestCase):
       *parents, name = path.split('.')
       setattr(functools.reduce(getattr, parents, config), name, value)
     variant = objective.make_variant(validation.validate(config))
-    arguments = config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+    arguments = config, variant, presets.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
     context = self.assertLogs if words else self.assertNoLogs
     with context('absl', 'WARNING') as logs:
       learner.make_spec(*arguments)
@@ -383,7 +383,7 @@ class MakeVariantTest(parameterized.TestCase):
     config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
     config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)
     variant = objective.make_variant(validation.validate(config))
-    spec = learner.make_spec(config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
+    spec = learner.make_spec(config, variant, presets.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
     for schedule, steps in ((spec.actor_lr, 120), (spec.critic_lr, 200)):
       self.assertAlmostEqual(float(schedule(0)), 1.0)
       self.assertGreater(float(schedule(steps - 2)), 0.2)

@@ -19,7 +19,7 @@ import numpy as np
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
+from stppo_jax.models import presets
 from tests import convert_test
 
 FOLDER = os.environ.get('STPPO_SMOLLM2', '')
@@ -40,7 +40,7 @@ class SmolLm2Test(parameterized.TestCase):
     cls.config, cls.params = convert.load_hf(cls.folder)
 
   def test_shape(self):
-    self.assertEqual(self.config, layers.PRESETS['smollm2-135m'])
+    self.assertEqual(self.config, presets.PRESETS['smollm2-135m'])
     chat.check_matches(self.tokenizer, self.config.vocab_size)
     self.assertEqual(self.tokenizer.eos_ids, (2,))
 

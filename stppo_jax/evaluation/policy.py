@@ -14,9 +14,8 @@ from stppo_jax import components
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import hf_config
+from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
@@ -185,7 +184,7 @@ def export(config: Config, workdir: str) -> str:
   models, actors, updates = _read(config, workdir)
   folder = os.path.join(workdir, 'export')
   source = prepare.model_folder(config)
-  dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
+  dtype = hf_export.dtype_to_write(source, config.model.param_dtype)
   bare = dataclasses.replace(models.model, head='tokens')
   ends = prepare.load_tokenizer(config).eos_ids
   for role, actor in actors.items():
@@ -195,7 +194,7 @@ def export(config: Config, workdir: str) -> str:
 
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
       params = merge(models.frozen.actor, actor, bare.lora_scale)
-    convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)
+    hf_export.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)
     if hosts.is_writer():
       add_chat_template(config, os.path.join(folder, role))
   logging.info('the policy after %d updates is in %s, as %s', updates, folder, dtype)

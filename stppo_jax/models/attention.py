@@ -17,7 +17,7 @@ import math
 import re
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
+from typing import Protocol
 
 from absl import logging
 import chex
@@ -35,34 +35,17 @@ NUM_BLOCKS = 4  # the plain backend has at most this many blocks of queries
 MIN_BLOCK = 64  # and at least this many queries per block
 
 
-class LinearScaling(NamedTuple):
-  """Rotary positions are divided by `factor`."""
+class RopeScaling(Protocol):
+  """A scaling of rotary positions, see rope_scaling.py."""
 
-  factor: float
+  def scale(self, radians: np.ndarray, theta: float) -> np.ndarray:
+    """Returns the radians per position [H/2] after scaling, for rotations with base `theta`."""
 
+  def longest_row(self) -> int:
+    """Returns the tokens of the longest row that it makes possible. 0: config.json counts them."""
 
-class Llama3Scaling(NamedTuple):
-  """Llama 3's scaling of the low frequencies, see `frequencies`."""
-
-  factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original: int  # original_max_position_embeddings
-
-
-class YarnScaling(NamedTuple):
-  """YaRN's scaling, see `frequencies`. `attention_factor` multiplies queries and keys."""
-
-  factor: float
-  original: int  # original_max_position_embeddings
-  attention_factor: float
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
-  truncate: bool = True  # whether the numbers of pairs are rounded to whole ones
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-SCALINGS = {'linear': LinearScaling, 'llama3': Llama3Scaling, 'yarn': YarnScaling}
+  def to_json(self) -> dict[str, Any]:
+    """Returns the scaling as config.json has it."""
 
 
 def causal(
@@ -537,43 +520,11 @@ def _ungrouped(y):
 
 
 def frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-  """Returns radians per position [H/2] of each pair of `width` H channels.
-
-  Every scaling divides some frequencies by its factor and keeps the others:
-
-    linear  all are divided (Chen et al., arXiv 2306.15595)
-    llama3  Wavelengths above original / low_freq_factor grow by `factor`, those below original /
-            high_freq_factor stay, and those in between are blended.
-    yarn    Pairs that turn at least beta_fast times within the original context stay, those that
-            turn at most beta_slow times are divided. In between the blend is linear in the number
-            of the pair (Peng et al., arXiv 2309.00071, section 3.2).
-  """
+  """Returns radians per position [H/2] of each pair of `width` H channels."""
   radians = theta ** -(np.arange(0, width, 2) / width)
-  if isinstance(scaling, Llama3Scaling):
-    turns = scaling.original * radians / (2 * np.pi)  # within the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    radians *= keep + (1 - keep) / scaling.factor
-  elif isinstance(scaling, YarnScaling):
-    first = _pair_with_turns(scaling.beta_fast, width, theta, scaling.original)
-    last = _pair_with_turns(scaling.beta_slow, width, theta, scaling.original)
-    if scaling.truncate:
-      first = math.floor(first)
-      last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, width - 1)
-    if first == last:
-      last += 0.001
-    keep = 1 - np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
-    radians *= keep + (1 - keep) / scaling.factor
-  elif isinstance(scaling, LinearScaling):
-    radians /= scaling.factor
+  if scaling is not None:
+    radians = scaling.scale(radians, theta)
   return radians.astype(np.float32)
-
-
-def _pair_with_turns(turns, width, theta, original):
-  """Returns the number (a real) of the pair that turns so often in the original context."""
-  return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def angles(
@@ -581,7 +532,7 @@ def angles(
 ) -> tuple[Any, Any]:
   """Returns (cos, sin) [B,T,1,H/2] float32 of positions [B,T]; NumPy positions give constants.
 
-  Both are multiplied by `factor`, see `YarnScaling`.
+  Both are multiplied by `factor`, see `rope_scaling.YarnScaling`.
   """
   xp = np if isinstance(positions, np.ndarray) else jnp
   turned = positions[..., None, None].astype(np.float32) * radians

@@ -1,12 +1,12 @@
-"""Hugging Face folders: config.json to and from ModelConfig, names of tensors, tokenizer files."""
+"""Hugging Face folders: config.json to ModelConfig, and the names of tensors.
 
-import dataclasses
+hf_export.py writes such folders.
+"""
+
 import functools
 import hashlib
-import json
 import math
 import pathlib
-import shutil
 from typing import Any
 from typing import NamedTuple
 
@@ -14,10 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import families
-from stppo_jax.models.families import FAMILIES
+from stppo_jax.models.families import family as family_lib
 from stppo_jax.types import UserError
 
 # Settings that change a model, and the values that change nothing in this decoder. Configs of other
@@ -80,9 +79,6 @@ _PIECES = 64  # a fingerprint reads this many parts of a weights file
 _PIECE_BYTES = 4096
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 ABSENT = ''  # the path of a tensor that our model lacks, and that must be 0
-# A part of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, as is a punctuation
-# mark.
-_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
 
 
 class Entry(NamedTuple):
@@ -107,14 +103,15 @@ def load(
   check_is_no_gguf(folder)
   path = pathlib.Path(folder) / 'config.json'
   raw = read_model(folder)
-  family = raw.get('model_type')
-  if not isinstance(family, str) or family not in FAMILIES:
+  model_type = raw.get('model_type')
+  if not isinstance(model_type, str) or model_type not in families.FILES:
     raise UserError(
-        f'{path}: model_type {family!r} is not supported; allowed: '
-        f'{", ".join((*FAMILIES, *families.TEXT_PARTS))}; choose a model of one of these'
+        f'{path}: model_type {model_type!r} is not supported; allowed: '
+        f'{", ".join((*families.FILES, *families.TEXT_PARTS))}; choose a model of one of these'
     )
-  raw = dict(FAMILIES[family].defaults) | raw
-  _check_supported(path, raw)
+  family = families.find(model_type)
+  raw = dict(family.defaults) | raw
+  _check_supported(path, raw, family)
   if head == 'tokens' and 'Classification' in str(raw.get('architectures')):
     raise UserError(
         f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
@@ -122,7 +119,7 @@ def load(
     )
   if head == 'value':
     _check_bins(path, raw, value_labels)
-  number = functools.partial(_number, path, raw)
+  number = functools.partial(family_lib.number, path, raw)
   d_model = number('hidden_size')
   num_layers = number('num_hidden_layers')
   if num_layers > _MAX_LAYERS:
@@ -132,20 +129,16 @@ def load(
     )
   num_heads = number('num_attention_heads')
   num_kv_heads = number(
-      'num_key_value_heads', num_heads if family in ('llama', 'olmo2', 'olmo3') else None
+      'num_key_value_heads', num_heads if model_type in ('llama', 'olmo2', 'olmo3') else None
   )
   head_dim = number('head_dim', d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
-  layers = families.layer_fields(path, raw, num_layers, number)
-  rotations = families.rope_fields(path, raw, functools.partial(_rope, path))
+  layers = family.layer_fields(path, raw, num_layers)
+  rotations = family.rope_fields(path, raw, functools.partial(_rope, path))
   softcaps = {}
   for field, name in _SOFTCAPS.items():
     if raw.get(name):
       softcaps[field] = number(name, kind=float)
-  if family in ('qwen3_moe', 'qwen3_5_moe_text'):
-    feed_forward = _experts(path, raw)
-  else:
-    feed_forward = {'d_ff': number('intermediate_size')}
   return decoder.ModelConfig(
       vocab_size=number('vocab_size'),
       d_model=d_model,
@@ -153,14 +146,14 @@ def load(
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
-      **feed_forward,
+      **family.feed_forward(path, raw),
       **layers,
       **rotations,
       **softcaps,
-      attention_scale=_attention_scale(path, raw, head_dim),
+      attention_scale=_attention_scale(path, raw, family, head_dim),
       rms_norm_eps=number('rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      family=family,
+      family=model_type,
       head=head,
       value_labels=value_labels,
       dtype=dtype,
@@ -176,17 +169,6 @@ def check_is_no_gguf(folder: str | pathlib.Path) -> None:
         f'{folder} is a GGUF file; give a folder as transformers saves it; docs/gguf.md shows the '
         'four lines that convert the file'
     )
-
-
-def stored_dtype(folder: str | pathlib.Path) -> str:
-  """Returns the dtype that a folder's config.json names ('bfloat16'), or '' without one."""
-  raw = read_model(folder)
-  return str(raw.get('dtype') or raw.get('torch_dtype') or '')  # transformers 5, and 4
-
-
-def dtype_to_write(source: str | pathlib.Path, param_dtype: str) -> str:
-  """Returns the dtype for weights that were trained from `source`: its own, if that is bfloat16."""
-  return 'bfloat16' if stored_dtype(source) == 'bfloat16' else param_dtype
 
 
 def fingerprint(folder: str | pathlib.Path) -> str:
@@ -210,49 +192,6 @@ def fingerprint(folder: str | pathlib.Path) -> str:
     elif path.name in ('config.json', *TOKENIZER_FILES):
       digest.update(path.name.encode() + path.read_bytes())
   return digest.hexdigest()[:16]
-
-
-def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
-  """Returns config.json as transformers 4 and 5 read it, with `token_ids` added."""
-  kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
-  raw = {
-      'architectures': [FAMILIES[config.family].prefix + kind],
-      'model_type': config.family,
-      'vocab_size': config.vocab_size,
-      'hidden_size': config.d_model,
-      'num_hidden_layers': config.num_layers,
-      'num_attention_heads': config.num_heads,
-      'num_key_value_heads': config.num_kv_heads,
-      'head_dim': config.head_dim,
-      'intermediate_size': config.d_ff,
-      'hidden_act': 'silu',
-      'rms_norm_eps': config.rms_norm_eps,
-      'tie_word_embeddings': config.tie_embeddings,
-      'max_position_embeddings': config.max_positions,
-      'attention_dropout': 0.0,
-      'torch_dtype': dtype,
-  }
-  raw |= families.to_json(config)
-  if config.family == 'llama':
-    raw['attention_bias'] = config.qkv_bias
-  if config.num_experts:
-    raw |= {
-        'intermediate_size': config.d_ff * config.experts_per_token,  # dense layers, unused
-        'moe_intermediate_size': config.d_ff,
-        'num_experts': config.num_experts,
-        'num_experts_per_tok': config.experts_per_token,
-        'norm_topk_prob': config.norm_topk_prob,
-        'shared_expert_intermediate_size': config.shared_d_ff,
-        'decoder_sparse_step': 1,
-        'mlp_only_layers': [],
-    }
-  if config.head == 'value':
-    raw |= {
-        'id2label': {str(k): label for k, label in enumerate(config.value_labels)},
-        'label2id': {label: k for k, label in enumerate(config.value_labels)},
-        'classifier_dropout': 0.0,
-    }
-  return raw | token_ids
 
 
 def table(config: decoder.ModelConfig) -> list[Entry]:
@@ -308,7 +247,9 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
         ('self_attn.k_norm.weight', f'{path}/key_norm/scale', (key if whole else h,), False),
     ]
   if config.delta is not None:
-    layer_rows += _delta_rows(config)
+    from stppo_jax.models.families import qwen35
+
+    layer_rows += qwen35.delta_rows(config)
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
   ranks = {'attention': 0, 'delta': 0}  # layers of each kind so far
   for l, kind in enumerate(config.layer_kinds):
@@ -339,64 +280,10 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   return entries
 
 
-def _delta_rows(config):
-  """Returns the rows of `table` of a gated delta-net layer."""
-  d = config.d_model
-  shape = config.delta
-  values = shape.value_heads * shape.value_dim
-  channels = 2 * shape.key_heads * shape.key_dim + values
-  heads = (shape.value_heads,)
-  name = 'linear_attn'
-  path = 'layers/delta'
-  conv_shape = (channels, 1, shape.conv_width)
-  return [
-      (f'{name}.in_proj_qkv.weight', f'{path}/qkv/kernel', (channels, d), True),
-      (f'{name}.in_proj_z.weight', f'{path}/z/kernel', (values, d), True),
-      (f'{name}.in_proj_b.weight', f'{path}/rate/kernel', (*heads, d), True),
-      (f'{name}.in_proj_a.weight', f'{path}/decay/kernel', (*heads, d), True),
-      (f'{name}.conv1d.weight', f'{path}/conv/kernel', conv_shape, False),
-      (f'{name}.A_log', f'{path}/log_decay', heads, False),
-      (f'{name}.dt_bias', f'{path}/decay_bias', heads, False),
-      (f'{name}.norm.weight', f'{path}/norm/scale', (shape.value_dim,), False),
-      (f'{name}.out_proj.weight', f'{path}/out/kernel', (d, values), True),
-  ]
-
-
-def readable_by_auto_tokenizer(
-    config: decoder.ModelConfig, folder: pathlib.Path
-) -> decoder.ModelConfig:
-  """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
-
-  Choice: transformers 5 replaces the pre-tokenizer of model type qwen2 by Qwen2's, whatever the
-  folder says. A model with another tokenizer is written as a Llama with biases. The bias of its
-  output is 0, so it computes the same.
-  """
-  path = folder / 'tokenizer.json'
-  if config.family != 'qwen2' or not path.is_file():
-    return config
-  tokenizer = read_json(path)
-  pre_tokenizer = json.dumps(tokenizer.get('pre_tokenizer'), ensure_ascii=False)
-  if _QWEN2_WORDS in pre_tokenizer or 'model' not in tokenizer:
-    return config
-  return dataclasses.replace(config, family='llama')
-
-
 def check_has_tokenizer(folder: pathlib.Path) -> None:
   """Raises a UserError if none of the tokenizer's files is there."""
   if not any((folder / name).is_file() for name in TOKENIZER_FILES):
     raise UserError(f'{folder} holds no tokenizer; give a folder with tokenizer.json')
-
-
-def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.ModelConfig) -> None:
-  """Copies the tokenizer's files into the folder of a model with this config."""
-  if not source.samefile(folder):
-    for name in TOKENIZER_FILES:
-      if (source / name).is_file():
-        shutil.copyfile(source / name, folder / name)
-  path = folder / 'tokenizer_config.json'
-  if config.family == 'llama' and config.qkv_bias:  # this class takes tokenizer.json as it is
-    raw = read_json(path) if path.is_file() else {}
-    write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -420,11 +307,6 @@ def read_model(folder: str | pathlib.Path) -> dict[str, Any]:
   return own | {'model_type': kind} | text
 
 
-def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
-  """Writes indented JSON."""
-  path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')
-
-
 def _check_bins(path, raw, value_labels):
   """Raises UserError for a critic whose bins have other edges. Another number of bins is allowed.
 
@@ -440,19 +322,18 @@ def _check_bins(path, raw, value_labels):
     )
 
 
-def _check_supported(path, raw):
+def _check_supported(path, raw, family):
   """Raises UserError for settings that change the model, and that the decoder does not have.
 
   A setting that is absent or null changes nothing.
   """
-  family = raw['model_type']
   allowed_values = dict(_NEUTRAL)
   for name in raw:
     if name.endswith(('_softcapping', '_softcap')):
       allowed_values[name] = (0,)
-  allowed_values |= FAMILIES[family].allowed
+  allowed_values |= family.allowed
   for name, values in allowed_values.items():
-    if values is families.ANY:
+    if values is family_lib.ANY:
       continue
     if raw.get(name) is not None and raw[name] not in values:
       allowed = ', '.join(map(repr, values)) or 'none'
@@ -462,14 +343,14 @@ def _check_supported(path, raw):
       )
 
 
-def _attention_scale(path, raw, head_dim):
+def _attention_scale(path, raw, family, head_dim):
   """Returns ModelConfig.attention_scale; 0 is 1 / sqrt(head_dim). UserError: not of this family."""
-  number = functools.partial(_number, path, raw, kind=float)
+  number = functools.partial(family_lib.number, path, raw, kind=float)
   scale = number('attention_multiplier', head_dim**-0.5)
   scale *= (number('query_pre_attn_scalar', head_dim) / head_dim) ** -0.5
   if math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
     return 0.0
-  if 'query_pre_attn_scalar' in FAMILIES[raw['model_type']].defaults:
+  if 'query_pre_attn_scalar' in family.defaults:
     return scale
   raise UserError(
       f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
@@ -479,9 +360,9 @@ def _attention_scale(path, raw, head_dim):
 
 def _positions(path, raw, scaling):
   """Returns the longest row. Beyond the first chunk, dual chunk attention is another model."""
-  positions = _number(path, raw, 'max_position_embeddings', 32_768)
-  if isinstance(scaling, attention.YarnScaling):  # Qwen's pages add it to a shorter model
-    positions = max(positions, int(scaling.factor * scaling.original))
+  positions = family_lib.number(path, raw, 'max_position_embeddings', 32_768)
+  if scaling is not None:
+    positions = max(positions, scaling.longest_row())
   chunks = raw.get('dual_chunk_attention_config')
   if chunks is None:
     return positions
@@ -489,7 +370,7 @@ def _positions(path, raw, scaling):
     raise UserError(
         f'{path}: dual_chunk_attention_config = {chunks!r} is not an object; download it again'
     )
-  number = functools.partial(_number, path, chunks)
+  number = functools.partial(family_lib.number, path, chunks)
   first_chunk = number('chunk_size') - number('local_size')
   return min(positions, first_chunk, number('original_max_position_embeddings', positions))
 
@@ -509,32 +390,6 @@ def _check_heads(path, raw, num_heads, num_kv_heads, head_dim):
     problem = f'a head is {head_dim} wide, and rotary positions need an even number'
   if problem:
     raise UserError(f'{path}: {problem}; download config.json again')
-
-
-def _experts(path, raw):
-  """Returns the fields of a mixture of experts. UserError: some of its layers are dense."""
-  step = raw.get('decoder_sparse_step', 1)
-  dense_layers = raw.get('mlp_only_layers')
-  if step != 1 or dense_layers:
-    raise UserError(
-        f'{path}: decoder_sparse_step = {step!r} and mlp_only_layers = {dense_layers!r} make some '
-        'layers dense; allowed: 1 and []; choose a model whose layers all have experts'
-    )
-  # transformers has two names for the same number.
-  counts = {'num_experts': raw.get('num_experts', raw.get('num_local_experts'))}
-  num_experts = _number(path, counts, 'num_experts')
-  active = _number(path, raw, 'num_experts_per_tok')
-  if active > num_experts:
-    raise UserError(
-        f'{path}: num_experts_per_tok = {active} of num_experts = {num_experts}; download it again'
-    )
-  return {
-      'd_ff': _number(path, raw, 'moe_intermediate_size'),
-      'num_experts': num_experts,
-      'experts_per_token': active,
-      'norm_topk_prob': bool(raw.get('norm_topk_prob', False)),
-      'shared_d_ff': raw.get('shared_expert_intermediate_size') or 0,
-  }
 
 
 def _rope(path, raw):
@@ -567,18 +422,11 @@ def _rope(path, raw):
           f'{raw["rope_scaling"]!r} differ; remove the one that does not hold'
       )
   rope = forms[0] if forms else defaults
-  theta = _number(path, rope, 'rope_theta', 10_000.0, float)
+  number = functools.partial(family_lib.number, path, rope)
+  theta = number('rope_theta', 10_000.0, float)
+  if rope['rope_type'] == 'default':
+    return theta, None
+  from stppo_jax.models import rope_scaling
+
   positions = raw.get('max_position_embeddings')
-  return theta, families.scaling_of(path, rope, positions, functools.partial(_number, path, rope))
-
-
-def _number(path, raw, name, default=None, kind=int):
-  """Returns the positive number `raw[name]`, or the default. UserError: neither."""
-  value = raw.get(name)
-  if value is None:
-    value = default
-  if value is None:
-    raise UserError(f'{path}: {name} is missing; download config.json again')
-  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):
-    raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
-  return kind(value)
+  return theta, rope_scaling.read(path, rope, positions, number)

@@ -4,8 +4,6 @@ Einsum letters are those of `types.py`; the parameter tree is drawn in decoder.p
 """
 
 import dataclasses
-import importlib.resources
-import json
 import math
 from typing import Any
 from typing import NamedTuple
@@ -73,7 +71,7 @@ class ModelConfig:
     qkv_bias: whether query, key and value have a bias, as in Qwen2.
     qk_norm: whether query and key are normalised, as in Qwen3.
     qk_norm_whole: whether this norm is over all heads at once instead of each head, as in OLMo 2.
-    family: names of tensors that convert.py reads and writes, a key of `families.FAMILIES`.
+    family: names of tensors in a folder, a key of `families.FILES`.
     head: 'tokens' | 'value' | 'both' (two heads on one trunk).
     value_labels: names of the outputs of the value head: the value, or the logits of bins.
     dtype: dtype of the computation, 'float32' | 'bfloat16'.
@@ -296,27 +294,3 @@ class Mlp(nn.Module):
     y = activate(gate) * up
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     return Project(config, (f, d), stddev=stddev, name='down')(y)
-
-
-def _presets() -> dict[str, ModelConfig]:
-  """Returns the shapes of published models, as in each model's config.json, and of the own ones."""
-  path = importlib.resources.files('stppo_jax.assets') / 'presets.json'
-  presets = {}
-  for name, fields in json.loads(path.read_text(encoding='utf-8')).items():
-    scaling = fields.pop('rope_scaling', None)
-    if scaling is not None:
-      scaling = attention.SCALINGS[scaling[0]](*scaling[1:])
-    base_of_windows = fields.pop('window_rope_theta', None)
-    if base_of_windows is not None:
-      fields['window_rope'] = (base_of_windows, None)
-    delta = fields.pop('delta', None)
-    if delta is not None:
-      fields['delta'] = DeltaShape(*delta)
-    period = tuple(fields.pop('layer_period', ()))  # layer types, repeated over all layers
-    num_layers = fields['num_layers']
-    layer_types = (period * num_layers)[:num_layers]
-    presets[name] = ModelConfig(**fields, rope_scaling=scaling, layer_types=layer_types)
-  return presets
-
-
-PRESETS = _presets()

@@ -18,8 +18,8 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import stepping
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_export
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
@@ -177,7 +177,7 @@ def _write(model, engine_kind, has_adapters, params, folder):
     params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
   if model.tie_embeddings and engine_kind == 'vllm':
     model, params = decoder.untied(model, params)
-  convert.save_hf(folder, model, params, dtype=model.dtype)
+  hf_export.save_hf(folder, model, params, dtype=model.dtype)
 
 
 def with_engines(agent: agent_lib.Agent) -> RemoteAgent:

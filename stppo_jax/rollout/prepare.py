@@ -19,10 +19,9 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import program
 from stppo_jax.envs import stepping
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
-from stppo_jax.models import layers
+from stppo_jax.models import hf_weights
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
@@ -64,7 +63,7 @@ def load_policy(
   folder = folder or model_folder(config)
   hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
-  shape, params = convert.load_hf(
+  shape, params = hf_weights.load_hf(
       folder, head=head, param_dtype=dtype, shardings=shardings, value_labels=value_labels
   )
   return _with_compute_settings(shape, config.model), params
@@ -84,20 +83,13 @@ def load_shape(
   folder = folder or model_folder(config)
   hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
-  base_name = os.path.basename(folder.rstrip('/')).lower()
-  preset = base_name.removesuffix('-instruct').removesuffix('-base')
-  preset = preset.removesuffix('-it').removesuffix('-pt')
   if os.path.isdir(folder):
     shape = hf_config.load(folder, head=head, param_dtype=dtype, value_labels=value_labels)
-  elif preset in layers.PRESETS:
-    shape = dataclasses.replace(
-        layers.PRESETS[preset], head=head, param_dtype=dtype, value_labels=value_labels
-    )
   else:
-    raise UserError(
-        f'{folder}: no such folder, and {preset!r} is no known shape: give a folder with a '
-        f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
-    )
+    from stppo_jax.models import presets
+
+    preset = presets.find(folder)
+    shape = dataclasses.replace(preset, head=head, param_dtype=dtype, value_labels=value_labels)
   return _with_compute_settings(shape, config.model)
 
 

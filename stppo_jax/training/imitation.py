@@ -37,9 +37,8 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import tool_calls
 from stppo_jax.models import attention
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import hf_config
+from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -397,10 +396,10 @@ def write(
     from stppo_jax.models import lora
 
     params = jax.jit(lora.merge, static_argnums=2)(frozen.actor, actor, model.lora_scale)
-  dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
+  dtype = hf_export.dtype_to_write(source, config.model.param_dtype)
   env = components.resolve(config).env
   tokenizer = prepare.load_tokenizer(config, env.frame)
-  convert.save_hf(folder, model, params, source, dtype=dtype, eos_ids=tokenizer.eos_ids)
+  hf_export.save_hf(folder, model, params, source, dtype=dtype, eos_ids=tokenizer.eos_ids)
   if hosts.is_writer() and config.model.folder == 'embedded' and tokenizer.render is not None:
     path = pathlib.Path(folder, 'chat_template.jinja')
     shutil.copyfile(prepare.EMBEDDED_TEMPLATE, path)

@@ -1,0 +1,86 @@
+"""Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786)."""
+
+import math
+from typing import Any
+
+from stppo_jax.models import decoder
+from stppo_jax.models.families import family
+from stppo_jax.models.families import windowed
+
+_FLAGS = {
+    'norm_after': True,
+    'norm_offset': True,
+    'scale_embeddings': True,
+    'activation': 'gelu_tanh',
+}
+_DEFAULTS = {
+    'num_attention_heads': 8,
+    'num_key_value_heads': 4,
+    'head_dim': 256,
+    'query_pre_attn_scalar': 256,
+    'sliding_window': 4096,
+    'tie_word_embeddings': True,
+}
+_ALLOWED = {'hidden_act': ('gelu_pytorch_tanh',), 'hidden_activation': ('gelu_pytorch_tanh',)}
+
+
+class Gemma2(windowed.WindowedFamily):
+  """Scores and logits are capped, and every layer has the same rotation."""
+
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+    """Returns the settings of config.json that are the family's own, and those of its rotations."""
+    return super().to_json(config) | _scales_to_json(config)
+
+
+class Gemma3(windowed.TwoRotations):
+  """Layers with a window have a rotation of their own base."""
+
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+    """Returns the settings of config.json that are the family's own, and those of its rotations."""
+    raw = super().to_json(config)
+    raw['rope_local_base_freq'] = raw['rope_parameters'][family.WINDOW]['rope_theta']
+    return raw | _scales_to_json(config)
+
+
+def _scales_to_json(config):
+  scale = config.attention_scale or config.head_dim**-0.5
+  scalar = scale**-2
+  if math.isclose(scalar, round(scalar)):
+    scalar = round(scalar)
+  return {
+      'query_pre_attn_scalar': scalar,
+      'hidden_act': 'gelu_pytorch_tanh',
+      'hidden_activation': 'gelu_pytorch_tanh',
+      'attn_logit_softcapping': config.attention_softcap or None,
+      'final_logit_softcapping': config.logit_softcap or None,
+  }
+
+
+FAMILIES = {
+    'gemma2': Gemma2(
+        'Gemma2',
+        _FLAGS,
+        _DEFAULTS
+        | {
+            'vocab_size': 256_000,
+            'max_position_embeddings': 8192,
+            'attn_logit_softcapping': 50.0,
+            'final_logit_softcapping': 30.0,
+        },
+        _ALLOWED | dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), family.ANY),
+        window_period=2,
+    ),
+    'gemma3_text': Gemma3(
+        'Gemma3',
+        _FLAGS | {'qk_norm': True},
+        _DEFAULTS
+        | {
+            'vocab_size': 262_208,
+            'max_position_embeddings': 131_072,
+            'rope_theta': 1_000_000.0,
+            'rope_local_base_freq': 10_000.0,
+        },
+        _ALLOWED | dict.fromkeys(('rope_local_base_freq', 'final_logit_softcapping'), family.ANY),
+        window_period=6,
+    ),
+}
