@@ -6,7 +6,6 @@ from stppo_jax import plugins
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.components import Components
 from stppo_jax.config import Config
-from stppo_jax.envs import program
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import sampling
@@ -27,7 +26,7 @@ def make_agent(
   The agent steps an environment, or it runs an agent program that talks to the gateway. This
   process samples the turns, or the engines of config.rollout.engine do.
   """
-  if isinstance(parts.env.make, program.Program):
+  if parts.env.is_program:
     make = plugins.resolve(_WITH_PROGRAM)
     return make(config, parts, model, mesh)
   tokenizer = parts.tokenizer

@@ -25,7 +25,7 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
-from stppo_jax.envs import program
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.models import hf_config
 from stppo_jax.retrieval import kinds
@@ -166,7 +166,7 @@ def resolve(config: Config) -> Components:
         f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
     )
   takes_reward = 'reward' in kind.settings
-  if isinstance(kind.make, program.Program):
+  if kind.is_program:
     takes_reward = not kind.make.scores_by_itself
   if env.reward != type(env)().reward and not takes_reward:
     raise UserError(
@@ -190,13 +190,13 @@ def plugin_names(config: Config) -> dict[str, str]:
     for i, name in enumerate(value if is_tuple else (value,)):
       if not isinstance(name, str) or ':' not in name:
         continue
-      if path == 'env.kind' and name.startswith(program.COMMAND_PREFIX):  # started, not imported
+      if path == 'env.kind' and name.startswith(protocol.COMMAND_PREFIX):  # started, not imported
         continue
       is_file = path in _MAY_BE_FILES and os.path.exists(name)  # read, not imported
       prefix = name.partition(':')[0]
       if not is_file and prefix not in rules.prefixes:
         setting = f'{path}[{i}]' if is_tuple else path
-        names_by_setting[setting] = name.removeprefix(f'{program.PREFIX}:')
+        names_by_setting[setting] = name.removeprefix(f'{protocol.PROGRAM_PREFIX}:')
   return names_by_setting
 
 
@@ -212,7 +212,7 @@ def plugin_digests(config: Config) -> dict[str, str]:
     source = getattr(module, '__file__', None)
     if source:
       digests[field] = _digest(source)
-  if config.env.kind.startswith(program.COMMAND_PREFIX):
+  if config.env.kind.startswith(protocol.COMMAND_PREFIX):
     from stppo_jax.envs import commands
 
     scripts = map(_digest, commands.files(config.env.kind))
@@ -245,7 +245,7 @@ def _digest(path: str) -> str:
 def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.EnvFactory:
   env = config.env
   prefix, _, rest = env.kind.partition(':')
-  if env.kind.startswith(program.COMMAND_PREFIX):
+  if env.kind.startswith(protocol.COMMAND_PREFIX):
     from stppo_jax.envs import commands
 
     return commands.make_factory(env.kind, env.options, available['reward'])
@@ -257,7 +257,9 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
           f'config.env.kind={env.kind!r} has tasks of its own: leave out config.data.source'
       )
     return verifiers.make_factory(env.kind, env.options, available['reward'])
-  if prefix == program.PREFIX:
+  if prefix == protocol.PROGRAM_PREFIX:
+    from stppo_jax.envs import program
+
     function = plugins.load('env.kind', rest, {})
     return program.make_factory(env.kind, function, env.options, available['reward'])
   if rest and prefix in ADAPTERS:

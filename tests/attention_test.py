@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import attention
+from stppo_jax.models import attention_kernels
 from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
@@ -186,7 +187,7 @@ class BackendsTest(parameterized.TestCase):
   def test_each_device_computes_its_part_alone(self):
     mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
     q, k, v = make_inputs(rows=8, length=128, heads=12, kv_heads=4, width=64)
-    with mock.patch.object(attention, '_splash', wraps=attention._splash) as splash:
+    with mock.patch.object(attention_kernels, '_splash', wraps=attention_kernels._splash) as splash:
       attend = functools.partial(
           attention.causal, backend='splash', row_sharding=sharding.rows(mesh)
       )

@@ -18,6 +18,7 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import commands
 from stppo_jax.envs import program
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
 PYTHON = [sys.executable, '-I', '-S', '-c']
@@ -187,11 +188,11 @@ class SettingTest(parameterized.TestCase):
   )
   def test_wrong_command_is_one_line(self, command, message):
     with self.assertRaisesRegex(types.UserError, message):
-      commands.make_factory(program.COMMAND_PREFIX + command, {}, rewards.REWARDS['em'])
+      commands.make_factory(protocol.COMMAND_PREFIX + command, {}, rewards.REWARDS['em'])
 
   def test_options_are_rejected(self):
     with self.assertRaisesRegex(types.UserError, 'write them into env.kind'):
-      commands.make_factory(program.COMMAND_PREFIX + 'true', {'a': 1}, rewards.REWARDS['em'])
+      commands.make_factory(protocol.COMMAND_PREFIX + 'true', {'a': 1}, rewards.REWARDS['em'])
 
   def test_digest_is_that_of_the_script(self):
     script = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'agent.py')

@@ -23,6 +23,7 @@ from stppo_jax.models import families
 from stppo_jax.models import hf_config
 from stppo_jax.models import hf_export
 from stppo_jax.models import layers
+from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
@@ -332,7 +333,7 @@ class DecoderTest(parameterized.TestCase):
     config = window_config()
     x = jnp.zeros((1, 4, 16))
     with self.assertRaisesRegex(UserError, 'caps its logits.*choose another objective'):
-      decoder.uniform_logp({}, config, x, np.zeros((1, 4), int), x[..., 0])
+      vocabulary.uniform_logp({}, config, x, np.zeros((1, 4), int), x[..., 0])
 
   @pytest.mark.slow
   def test_greedy_episode_equals_teacher_forcing(self):

@@ -89,7 +89,8 @@ READ_THE_CONFIG = {
     'cli/entry.py',
     'cli/config_file.py',
     'cli/help.py',
-    'cli/modes.py',
+    'cli/policies.py',
+    'cli/atif.py',
     'cli/saved_config.py',
 }
 

@@ -24,8 +24,8 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.monitoring import journal
 from stppo_jax.monitoring import metrics
-from stppo_jax.monitoring import sinks
 from stppo_jax.monitoring import timing
+from stppo_jax.monitoring import tracker
 from stppo_jax.training import summary
 
 
@@ -291,7 +291,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(_strict_lines(self.workdir), 3)
 
   def test_wandb_has_a_time_limit(self):
-    self.enterContext(mock.patch.object(sinks, 'FINISH_S', 0.1))
+    self.enterContext(mock.patch.object(tracker, 'FINISH_S', 0.1))
     waits = threading.Event()
     self.addCleanup(waits.set)
     module = python_types.SimpleNamespace(

@@ -23,6 +23,7 @@ from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import timing
 from stppo_jax.training import learner as learner_lib
@@ -315,7 +316,7 @@ class VocabularyTest(parameterized.TestCase):
     params = jax.tree.map(lambda x: 3 * x, params)
     x, _ = decoder.trunk(params, config, self.tokens)
     logp, _ = decoder.token_logp(params, config, x, self.tokens, temperature)
-    got = decoder.uniform_logp(params, config, x, self.tokens, logp, temperature)
+    got = vocabulary.uniform_logp(params, config, x, self.tokens, logp, temperature)
     expected = self.distributions(params, config, x, temperature).mean(axis=-1)
     np.testing.assert_allclose(got[:, 1:], expected, rtol=1e-5)
     np.testing.assert_array_equal(got[:, 0], 0)
@@ -340,7 +341,7 @@ class VocabularyTest(parameterized.TestCase):
     def ours(params):
       x, _ = decoder.trunk(params, config, tokens)
       reference_x, _ = decoder.trunk(reference, config, tokens)
-      kl = decoder.reference_kl(params, config, x, reference, reference_x, 0.8, chunk)
+      kl = vocabulary.reference_kl(params, config, x, reference, reference_x, 0.8, chunk)
       return jnp.sum(weights * kl), kl
 
     gradient, kl = jax.grad(ours, has_aux=True)(params)
@@ -356,7 +357,7 @@ class VocabularyTest(parameterized.TestCase):
     def kl_of(params):
       x, _ = decoder.trunk(params, update_test.MODEL, self.tokens)
       reference_x, _ = decoder.trunk(reference, update_test.MODEL, self.tokens)
-      kl = decoder.reference_kl(params, update_test.MODEL, x, reference, reference_x, chunk=4)
+      kl = vocabulary.reference_kl(params, update_test.MODEL, x, reference, reference_x, chunk=4)
       return kl.sum()
 
     value, gradient = jax.value_and_grad(kl_of)(params)
@@ -405,8 +406,8 @@ class StepTest(parameterized.TestCase):
       reference_x, _ = decoder.trunk(other_policy(), model, batch.tokens)
       outputs = objectives.TokenOutputs(
           logp,
-          decoder.uniform_logp(params, model, x, batch.tokens, logp),
-          decoder.reference_kl(params, model, x, other_policy(), reference_x),
+          vocabulary.uniform_logp(params, model, x, batch.tokens, logp),
+          vocabulary.reference_kl(params, model, x, other_policy(), reference_x),
       )
       function = spec.variant.function('objective')
       return -function(outputs, batch, spec.variant)[0].sum()

@@ -16,23 +16,9 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import TokenOutputs
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
-
-
-class TokenOutputs(NamedTuple):
-  """What the policy computes of each token: [R,P] in bins, [b,T] in rows.
-
-  An objective reads the first three, and its gradient runs through `logp` and `reference_kl`.
-  """
-
-  logp: jax.Array  # log-prob of the token
-  # The mean log-prob over the vocabulary, a constant. It is computed for the need 'uniform'.
-  uniform: jax.Array | None = None
-  # KL(reference || policy) over the vocabulary. It is computed for the need 'reference_kl'.
-  reference_kl: jax.Array | None = None
-  entropy: jax.Array | None = None  # entropy of its distribution
-  value_outputs: jax.Array | None = None  # outputs of a value head on the policy's trunk
 
 
 class RowCotangents(NamedTuple):

@@ -29,6 +29,7 @@ sets them by `--config.algorithm.options.NAME=VALUE`.
 from collections.abc import Callable
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 import jax
 
@@ -171,6 +172,21 @@ class ValueHead:
   labels: Callable[[Any], tuple[str, ...]]
   values: Callable[[jax.Array, Any], jax.Array]
   loss: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+
+
+class TokenOutputs(NamedTuple):
+  """What the policy computes of each token: [R,P] in bins, [b,T] in rows.
+
+  An objective reads the first three, and its gradient runs through `logp` and `reference_kl`.
+  """
+
+  logp: jax.Array  # log-prob of the token
+  # The mean log-prob over the vocabulary, a constant. It is computed for the need 'uniform'.
+  uniform: jax.Array | None = None
+  # KL(reference || policy) over the vocabulary. It is computed for the need 'reference_kl'.
+  reference_kl: jax.Array | None = None
+  entropy: jax.Array | None = None  # entropy of its distribution
+  value_outputs: jax.Array | None = None  # outputs of a value head on the policy's trunk
 
 
 def function_name(function: Callable) -> str:

@@ -3,7 +3,13 @@
 import platform
 
 from stppo_jax import requirements
+from stppo_jax.cli.modes import Command
 from stppo_jax.config import Config
+
+
+def doctor(command: Command) -> int:
+  """Shows devices, packages, what is missing, and whether the run of the config fits."""
+  return check(command.config, command.flags.topology)
 
 
 def check(config: Config, topology: str) -> int:

@@ -13,6 +13,7 @@ import traceback
 from absl import flags as absl_flags
 from absl import logging
 
+from stppo_jax import plugins
 from stppo_jax.cli import config_file
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import signals
@@ -114,7 +115,8 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     _start_jax(flags, workdir)
   handled = signals.handled() if mode.stops else contextlib.nullcontext(NEVER)
   with handled as stop_signal:
-    code = mode.run(Command(config, workdir, flags, parsed.operands, stop_signal))
+    function = plugins.resolve(f'stppo_jax.cli.{mode.function}')
+    code = function(Command(config, workdir, flags, parsed.operands, stop_signal))
   hosts.finish()
   return code
 

@@ -22,6 +22,7 @@ from stppo_jax import types
 from stppo_jax.envs import command_keeper
 from stppo_jax.envs import factory
 from stppo_jax.envs import program as program_lib
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
 _END_S = 15.0  # after this time the keeper itself is killed
@@ -123,13 +124,13 @@ def make_factory(
 def split(kind: str) -> list[str]:
   """Returns the words of the command. UserError: there is none, or no such program."""
   try:
-    words = shlex.split(kind.removeprefix(program_lib.COMMAND_PREFIX))
+    words = shlex.split(kind.removeprefix(protocol.COMMAND_PREFIX))
   except ValueError as error:
     raise types.UserError(f'config.env.kind={kind!r}: {error}: quote it as in a shell') from error
   if not words or '\0' in kind:
     raise types.UserError(
         f'config.env.kind={kind!r} names no command: give one, as in '
-        f'{program_lib.COMMAND_PREFIX}node agent.mjs'
+        f'{protocol.COMMAND_PREFIX}node agent.mjs'
     )
   if shutil.which(words[0]) is None:
     raise types.UserError(

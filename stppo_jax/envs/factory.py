@@ -44,6 +44,11 @@ class EnvFactory:
     return max(1, len(self.roles))
 
   @property
+  def is_program(self) -> bool:
+    """Whether an agent program plays the episodes, see program.py."""
+    return getattr(self.make, 'is_program', False)
+
+  @property
   def skips_thoughts(self) -> bool:
     """Whether a stop string in a thought ends no turn."""
     has_tags = thoughts.owns_tags(self.stop_strings)

@@ -22,9 +22,6 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
-PREFIX = 'gateway'  # `env.kind` starts with it
-COMMAND_PREFIX = f'{PREFIX}:command:'  # see commands.py
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -41,6 +38,7 @@ class Program:
   function: Callable[..., Any]  # returns a reward or None, or a coroutine of one
   options: Mapping[str, Any]
   reward: rewards.Reward  # scores the answer if the program returns None
+  is_program: ClassVar[bool] = True
   scores_by_itself: ClassVar[bool] = False  # it always gives a reward
 
   def __call__(self, task: types.Task) -> 'ProgramEnv':

@@ -18,7 +18,6 @@ from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
-from stppo_jax.envs import program
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.models import decoder
@@ -60,7 +59,7 @@ def temperature(config: Config) -> float:
 
 def check_environment(name: str, env: factory.EnvFactory) -> None:
   """Raises a UserError for an environment that a chat with one model cannot play."""
-  if isinstance(env.make, program.Program):
+  if env.is_program:
     raise UserError(
         f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve, or '
         'call the program with your address'

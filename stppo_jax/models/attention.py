@@ -4,7 +4,7 @@ Sampling (`cached`) attends to a KV cache. Training (`causal`) attends within wh
 pack several episodes as segments. Three backends compute the same:
 
   plain   two einsums and a softmax per block of queries; runs anywhere
-  splash  JAX's flash attention kernel for TPU
+  splash  JAX's flash attention kernel for TPU, see attention_kernels.py
   cudnn   NVIDIA's kernel, through jax.nn
 
 Einsum letters are those of `types.py`; g is the number of query heads per key head (N = M g).
@@ -13,23 +13,18 @@ Einsum letters are those of `types.py`; g is the number of query heads per key h
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-import math
-import re
 from typing import Any
-from typing import Literal
 from typing import Protocol
 
 from absl import logging
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from stppo_jax.models import categorical
 from stppo_jax.types import UserError
 
-SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 NEVER = -1e30  # the score of a masked position
 NUM_BLOCKS = 4  # the plain backend has at most this many blocks of queries
 MIN_BLOCK = 64  # and at least this many queries per block
@@ -74,13 +69,9 @@ def causal(
   chex.assert_equal_shape([k, v])
   if backend == 'plain':
     return _plain(q, k, v, segments, chunk, window, softcap)
-  devices = jax.devices() if row_sharding is None else row_sharding.mesh.devices.flat
-  kernel = {'splash': _splash, 'cudnn': _cudnn}[backend]
-  attend = functools.partial(kernel, platform=devices[0].platform, window=window, softcap=softcap)
-  if row_sharding is not None:
-    num_kv_heads = k.shape[2]
-    attend = _on_each_device(attend, row_sharding, num_kv_heads)
-  return attend(q, k, v, segments)
+  from stppo_jax.models import attention_kernels
+
+  return attention_kernels.causal(q, k, v, segments, backend, row_sharding, window, softcap)
 
 
 def takes_segments(backend: str) -> bool:
@@ -101,23 +92,25 @@ def choose(
   The result is `backend`, or for 'auto' the fastest backend that can run. The log says once why the
   kernel of an accelerator cannot. UserError: the backend cannot run on this device.
   """
+  kernel = backend
   if backend == 'auto':
-    kernel = {'tpu': 'splash', 'gpu': 'cudnn'}.get(device.platform)
-    if kernel is None:
-      return 'plain'
-    obstacle = _obstacle(kernel, device, dtype, head_dim, lengths, softcap)
-    if not obstacle:
-      return kernel
-    logging.log_first_n(
-        logging.WARNING, 'plain attention in training, because %s %s', 1, kernel, obstacle
-    )
+    kernel = {'tpu': 'splash', 'gpu': 'cudnn'}.get(device.platform, 'plain')
+  if kernel == 'plain':
     return 'plain'
-  if obstacle := _obstacle(backend, device, dtype, head_dim, lengths, softcap):
+  from stppo_jax.models import attention_kernels
+
+  obstacle = attention_kernels.obstacle(kernel, device, dtype, head_dim, lengths, softcap)
+  if not obstacle:
+    return kernel
+  if backend != 'auto':
     raise UserError(
         f'config.model.attention={backend!r} {obstacle}: set --config.model.attention=auto, '
         'or plain, which runs anywhere'
     )
-  return backend
+  logging.log_first_n(
+      logging.WARNING, 'plain attention in training, because %s %s', 1, kernel, obstacle
+  )
+  return 'plain'
 
 
 def cached(
@@ -220,31 +213,6 @@ def cache_mask(slots: jax.Array, num_slots: int, window: int = 0) -> jax.Array:
   return mask[:, None, None]
 
 
-def _obstacle(backend, device, dtype, head_dim, lengths, softcap):
-  """Returns why a backend cannot run; empty where it can."""
-  if backend == 'splash':
-    multiple = SPLASH_BLOCKS[-1]
-    if device.platform != 'tpu':
-      return f'needs a TPU, and this is {device.device_kind}'
-    if head_dim % 64:
-      return f'needs heads of a multiple of 64 channels, and the model has {head_dim}'
-    for length in lengths:
-      if length % multiple:
-        return f'needs rows of a multiple of {multiple} tokens, and some have {length}'
-  if backend == 'cudnn':
-    # NVIDIA's capability is '8.0' and so on; ROCm's is not a number.
-    is_nvidia = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
-    if not is_nvidia or int(is_nvidia[1]) < 8:
-      return f'needs an NVIDIA GPU of capability 8.0 or more, and this is {device.device_kind}'
-    if dtype not in ('bfloat16', 'float16'):
-      return f'computes in bfloat16 or float16, and config.model.dtype is {dtype}'
-    if head_dim % 8 or head_dim > 128:
-      return f'needs heads of at most 128 channels, a multiple of 8, and the model has {head_dim}'
-    if softcap:
-      return f'needs scores without a cap, and the model has attention_softcap = {softcap}'
-  return ''
-
-
 def _plain(q, k, v, segments, chunk, window, softcap):
   """Computes `causal` by blocks of queries.
 
@@ -322,68 +290,6 @@ def _divisor(length, chunk):
       length,
   )
   return 0
-
-
-def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
-  """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only on TPUs
-
-  length, heads, width = q.shape[1:]
-  assert length % SPLASH_BLOCKS[-1] == 0, f'`choose` was not given the length {length}'
-  block = next(block for block in SPLASH_BLOCKS if length % block == 0)
-  sizes = splash.BlockSizes(
-      block_q=block,
-      block_kv=block,
-      block_q_dkv=block,
-      block_kv_dkv=block,
-      block_q_dq=block,
-      block_kv_dq=block,
-  )
-  mask: Any = splash.CausalMask((length, length))
-  if window:
-    mask = splash.LocalMask((length, length), (window - 1, 0), 0)
-  kernel = splash.make_splash_mha_single_device(
-      splash.MultiHeadMask([mask] * heads),
-      block_sizes=sizes,
-      interpret=platform != 'tpu',
-      attn_logits_soft_cap=softcap or None,
-  )
-
-  def attend(q, k, v, segments):
-    ids = None if segments is None else splash.SegmentIds(segments, segments)
-    return kernel(q, k, v, ids)
-
-  q = jnp.swapaxes(q * width**-0.5, 1, 2)
-  k = jnp.swapaxes(k, 1, 2)
-  v = jnp.swapaxes(v, 1, 2)
-  y = jax.vmap(attend)(q, k, v, segments)
-  return jnp.swapaxes(y, 1, 2)
-
-
-def _cudnn(q, k, v, segments, platform, window=0, softcap=0.0):
-  """Runs cuDNN on one device's part; other platforms run XLA's implementation, for tests."""
-  assert segments is None and not softcap
-  implementation: Literal['cudnn', 'xla'] = 'cudnn' if platform == 'gpu' else 'xla'
-  local = (window - 1, 0) if window else None
-  return jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, local_window_size=local, implementation=implementation
-  )
-
-
-def _on_each_device(attend, row_sharding, num_kv_heads):
-  """Maps `attend` over each device's rows, and over its heads where the key heads divide evenly."""
-  mesh = row_sharding.mesh
-  rows = row_sharding.spec[0]
-  head_axes = tuple(axis for axis in mesh.axis_names if axis not in rows)
-  num_shards = math.prod(mesh.shape[axis] for axis in head_axes)
-  if num_kv_heads % num_shards == 0:
-    part = P(rows, None, head_axes)
-  else:
-    part = P(rows)
-  # No check: Pallas does not declare how its results vary over the devices.
-  return jax.shard_map(
-      attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
-  )
 
 
 @jax.custom_vjp

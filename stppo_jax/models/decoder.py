@@ -48,7 +48,6 @@ from stppo_jax.models.layers import LayerKind
 from stppo_jax.models.layers import Mlp
 from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
-from stppo_jax.types import UserError
 
 if TYPE_CHECKING:
   from stppo_jax.models import moe
@@ -296,10 +295,10 @@ def value_of(params: Params, x: jax.Array) -> jax.Array:
 def state_values(params: Params, x: jax.Array) -> jax.Array:
   """Returns `value_of` x [B,T,D]: column t is the state before token t, and column 0 is 0."""
   chex.assert_rank(x, 3)
-  return _pad_first(value_of(params, x[:, :-1]))
+  return pad_first(value_of(params, x[:, :-1]))
 
 
-def _pad_first(x):
+def pad_first(x: jax.Array) -> jax.Array:
   """Returns x [B,T-1,..] with a column of zeros in front: column t belongs to token t."""
   padding = [(0, 0)] * x.ndim
   padding[1] = (1, 0)
@@ -319,24 +318,26 @@ def token_logp(
   logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
 
   With a `chunk` below T the logits are computed in T / chunk parts of their columns, and again in
-  the backward pass (`categorical.head_logp_and_entropy`). So as many logits are live at once as
+  the backward pass (`head_parts.head_logp_and_entropy`). So as many logits are live at once as
   `chunk` tokens of each row have. With None, or chunk >= T, all logits are computed once and kept.
   """
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
-  x = _pad_first(x[:, :-1])  # column t: the state before token t
+  x = pad_first(x[:, :-1])  # column t: the state before token t
   if chunk is None or chunk >= length:
     name = 'embed' if config.tie_embeddings else 'lm_head'
     head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
     logits = token_logits(head, config, x) / temperature
     logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
+    from stppo_jax.models import head_parts
+
     x = sharding.spread(x, config.row_sharding)
     rows = x.reshape(-1, config.d_model)
     num_parts = -(-length // chunk)
-    kernel = _head_rows(params, config)
-    logp, entropy = categorical.head_logp_and_entropy(
+    kernel = head_rows(params, config)
+    logp, entropy = head_parts.head_logp_and_entropy(
         rows,
         kernel,
         tokens.reshape(-1),
@@ -351,70 +352,7 @@ def token_logp(
   return jnp.where(is_first, 0.0, logp), jnp.where(is_first, 0.0, entropy)
 
 
-def uniform_logp(
-    params: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    tokens: jax.Array,
-    logp: jax.Array,
-    temperature: float | jax.Array = 1.0,
-) -> jax.Array:
-  """Returns the mean log-prob over the vocabulary [B,T], a constant, where `logp` is the token's.
-
-  mean_a log pi(a) = log pi(token) + (mean_a z_a - z_token) / temperature
-
-  The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
-  are computed. Column 0 is 0. UserError: the model caps its logits, which are then not linear.
-  """
-  if config.logit_softcap:
-    raise UserError(
-        'this objective needs the mean log-prob over the vocabulary, and the model caps its logits '
-        f'(final_logit_softcapping = {config.logit_softcap}): choose another objective or model'
-    )
-  head = _head_rows(params, config)
-  mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
-  own_rows = head[tokens].astype(config.dtype)
-  own_rows = own_rows.astype(jnp.float32)
-  x = _pad_first(x[:, :-1])  # column t: the state before token t
-  x = x.astype(jnp.float32)
-  gap = jnp.einsum('btd,btd->bt', x, mean_row - own_rows, precision='highest')
-  return jax.lax.stop_gradient(logp + gap / temperature)
-
-
-def reference_kl(
-    params: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    reference: Params,
-    reference_x: jax.Array,
-    temperature: float | jax.Array = 1.0,
-    chunk: int | None = None,
-) -> jax.Array:
-  """Returns KL(reference || policy) over the vocabulary [B,T] of the states x [B,T,D] of both.
-
-  Column t is the prediction of token t, and column 0 is 0. `chunk` as in `token_logp`.
-  """
-  length = x.shape[1]
-  num_parts = -(-length // min(chunk or length, length))
-  states = []
-  for state in (x, reference_x):
-    state = sharding.spread(state, config.row_sharding)
-    states.append(state.reshape(-1, config.d_model))
-  kl = categorical.head_kl(
-      states[0],
-      _head_rows(params, config),
-      states[1],
-      _head_rows(reference, config),
-      temperature,
-      num_parts,
-      config.row_sharding,
-      config.logit_softcap,
-  )
-  kl = kl.reshape(x.shape[:2])
-  return _pad_first(kl[:, :-1])
-
-
-def _head_rows(params, config):
+def head_rows(params: Params, config: ModelConfig) -> jax.Array:
   """Returns the matrix of the token head as a row per token [V,D]."""
   if config.tie_embeddings:
     return params['embed']['embedding']

@@ -66,10 +66,12 @@ class MetricsWriter:
     if tensorboard:
       self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, resume_step + 1))
     if project:
+      from stppo_jax.monitoring import tracker as tracker_lib
+
       is_continued = resume_step != -1 and not is_rollback
 
       def make_tracker():
-        sink = sinks.Tracker(tracker, workdir, project, run_name, config_json, is_continued)
+        sink = tracker_lib.Tracker(tracker, workdir, project, run_name, config_json, is_continued)
         if sink.is_continued:
           sink.last_step = last_step
         else:

@@ -17,7 +17,6 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
-from stppo_jax.envs import program
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
@@ -217,7 +216,7 @@ def check_prompts(
 
   An agent program writes its own prompts, which `rollout.max_total` limits.
   """
-  if isinstance(env.make, program.Program):
+  if env.is_program:
     return
   lengths = hosts.by_writer(_prompt_lengths, config, env, tokenizer, tasks)
   longest = episode_lib.longest_prompt(limits(config))

@@ -10,7 +10,6 @@ from stppo_jax import config as config_lib
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.algorithms.variant import Variant
@@ -199,6 +198,8 @@ def make_variant(config: Config) -> Variant:
     function = getattr(variant, column)
     if not callable(function):
       continue
+    from stppo_jax.algorithms import checks  # built-in parts need none
+
     if wrong := checks.check(column, function, variant, config.rollout.group_size):
       where = f'config.algorithm.{column}={getattr(variant_with_names, column)!r}'
       if column not in functions:

@@ -23,7 +23,6 @@ from stppo_jax import validation
 from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import program
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -56,7 +55,7 @@ def check(config: Config) -> Components:
   variant = objective.make_variant(config)
   parts = components.resolve(config)
   _check_staleness(config)
-  if config.rollout.engine and isinstance(parts.env.make, program.Program):
+  if config.rollout.engine and parts.env.is_program:
     raise types.UserError(
         f'config.rollout.engine={config.rollout.engine!r}: agent programs talk to the gateway of '
         'the run, which samples itself: leave it empty'
@@ -299,8 +298,7 @@ def _compiling_ahead(parts, learners, num_updates):
   """
   config = parts.config
   env = parts.env
-  is_program = isinstance(env.make, program.Program)
-  if num_updates > 0 and not (is_program or config.rollout.replay):
+  if num_updates > 0 and not (env.is_program or config.rollout.replay):
     learners.compile_ahead(config.train.episodes, config.rollout.group_size, env.roles)
   try:
     yield

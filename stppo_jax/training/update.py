@@ -33,7 +33,6 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -408,6 +407,7 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
 
 def _compare_rows(inputs):
   """Returns the RowCotangents of the step, from a forward pass of all bins."""
+  from stppo_jax.algorithms import objectives
 
   def one_micro_batch(layout):
     outputs, _ = _policy_vjp(inputs, layout)
@@ -534,7 +534,7 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
     d_logp -= variant.imitation * imitation_weights
     imitated = imitation_weights * logp
     sums = sums._replace(imitation_loss=-jnp.sum(imitated))
-  cotangents = objectives.TokenOutputs(
+  cotangents = variant_lib.TokenOutputs(
       logp=d_logp, reference_kl=d_reference_kl, entropy=-variant.entropy_coef * weights
   )
   num_nonzero: Any = sum(jnp.sum(x != 0) for x in jax.tree.leaves(cotangents))
@@ -734,14 +734,18 @@ def _policy(spec, params, tokens, layout, routes=None, reference=None):
     values = decoder.state_values(params, x)
   uniform = None
   if 'uniform' in spec.variant.needs:
-    uniform = decoder.uniform_logp(params, model, x, binned, logp, temperature)
+    from stppo_jax.models import vocabulary
+
+    uniform = vocabulary.uniform_logp(params, model, x, binned, logp, temperature)
   reference_kl = None
   if reference is not None:
+    from stppo_jax.models import vocabulary
+
     _, reference_x, _ = _trunk(spec, model, reference, tokens, layout)
-    reference_kl = decoder.reference_kl(
+    reference_kl = vocabulary.reference_kl(
         params, model, x, reference, reference_x, temperature, chunk
     )
-  outputs = objectives.TokenOutputs(
+  outputs = variant_lib.TokenOutputs(
       logp=logp, uniform=uniform, reference_kl=reference_kl, entropy=entropy, value_outputs=values
   )
   return outputs, routing

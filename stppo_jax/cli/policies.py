@@ -1,0 +1,40 @@
+"""Modes that play with a checkpoint, or write it."""
+
+from absl import logging
+import jax
+
+from stppo_jax.cli.modes import Command
+from stppo_jax.evaluation import chat as chat_lib
+from stppo_jax.evaluation import job
+from stppo_jax.evaluation import policy as policy_lib
+from stppo_jax.evaluation import sample as sample_lib
+
+
+def evaluate(command: Command) -> None:
+  """Scores a checkpoint, or the model at an address, on the held-out questions."""
+  config = command.config
+  if config.eval.address:
+    jax.config.update('jax_platforms', 'cpu')  # leaves the accelerator to the server
+  results = job.evaluate(config, command.workdir, command.stop_signal)
+  if results is not None:
+    print(results.table)
+    logging.info('episodes and results are in %s', results.folder)
+
+
+def sample(command: Command) -> None:
+  """Plays episodes and trains on none."""
+  batches = command.flags.batches
+  text = sample_lib.sample(command.config, command.workdir, batches, command.stop_signal)
+  print(text)
+
+
+def export(command: Command) -> None:
+  """Writes a checkpoint in Hugging Face format."""
+  print(policy_lib.export(command.config, command.workdir))
+
+
+def chat(command: Command) -> None:
+  """Answers questions in the terminal, and shows the searches."""
+  config = command.config
+  policy = policy_lib.policy(config, command.workdir)
+  chat_lib.chat(config, policy.model, policy.params, policy.description)

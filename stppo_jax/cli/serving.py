@@ -1,0 +1,13 @@
+"""The mode that serves a checkpoint."""
+
+from stppo_jax.cli.modes import Command
+from stppo_jax.evaluation import policy as policy_lib
+from stppo_jax.serving import gateway
+
+
+def serve(command: Command) -> None:
+  """Serves a checkpoint with an OpenAI-compatible interface."""
+  config = command.config
+  port = command.flags.port
+  load = lambda: policy_lib.policy(config, command.workdir)
+  gateway.serve(config, load, port, command.stop_signal)
