@@ -16,6 +16,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
+from stppo_jax.systems import bad
 from tests.support import oracle
 
 QUICK = hypothesis.settings(
@@ -45,7 +46,7 @@ def _every_estimator(rewards, values, turn_ids, mask, gamma, lam):
   return (
       advantages.token_gae(rewards, values, mask, gamma, lam),
       advantages.turn_gae(rewards, values, turn_ids, num_turns, gamma, lam),
-      advantages.bad_gae(rewards, values, turn_ids, mask, gamma, lam),
+      bad.bad_gae(rewards, values, turn_ids, mask, gamma, lam),
       turn_returns(rewards, turn_ids, num_turns, gamma),
   )
 
@@ -96,9 +97,7 @@ class GaeTest(chex.TestCase):
     # c ends turn 2: A_c = 1 - 0.6 = 0.4
     # b ends turn 1: A_b = 0.5 + 0.5*0.6 - 0.4 + 0.25*0.4 = 0.5
     # a is inside turn 1, factors 1: A_a = 0 + 0.4 - 0.2 + 0.5 = 0.7
-    got = self.variant(lambda *args: advantages.bad_gae(*args, 0.5, 0.5))(
-        REWARDS, VALUES, TURN_IDS, MASK
-    )
+    got = self.variant(lambda *args: bad.bad_gae(*args, 0.5, 0.5))(REWARDS, VALUES, TURN_IDS, MASK)
     _assert_close(
         got,
         (jnp.array([[0, 0.7, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
@@ -164,7 +163,7 @@ class GaeTest(chex.TestCase):
     _assert_close(got, (total - first) * m, atol=1e-12)
     _assert_close(returns, total * m, atol=1e-12)
     rest = np.cumsum(batch.rewards[:, ::-1], axis=1)[:, ::-1]
-    got, returns = advantages.bad_gae(batch.rewards, batch.values, batch.turn_ids, m, gamma, lam)
+    got, returns = bad.bad_gae(batch.rewards, batch.values, batch.turn_ids, m, gamma, lam)
     _assert_close(got, (rest - batch.values) * m, atol=1e-12)
     _assert_close(returns, rest * m, atol=1e-12)
 
@@ -174,22 +173,20 @@ class GaeTest(chex.TestCase):
     r, v, m = batch.rewards, batch.values, batch.action_mask
     token = advantages.token_gae(r, v, m, 0.9, 0.8)
     _assert_close(advantages.turn_gae(r, v, turn_ids, 16, 0.9, 0.8), token, atol=1e-12)
-    _assert_close(advantages.bad_gae(r, v, turn_ids, m, 0.9, 0.8), token, atol=1e-12)
+    _assert_close(bad.bad_gae(r, v, turn_ids, m, 0.9, 0.8), token, atol=1e-12)
 
   def test_bad_gae_mixes_token_and_turn_gae(self):
     batch = oracle.random_batch(4)
     r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
     _assert_close(
-        advantages.bad_gae(r, v, k, m, 1.0, 1.0),
-        advantages.token_gae(r, v, m, 1.0, 1.0),
-        atol=1e-12,
+        bad.bad_gae(r, v, k, m, 1.0, 1.0), advantages.token_gae(r, v, m, 1.0, 1.0), atol=1e-12
     )
     first = (k > 0) & (k != np.pad(k, ((0, 0), (1, 0)))[:, :-1])
-    bad = advantages.bad_gae(r, v, k, m, 0.9, 0.6)
+    own = bad.bad_gae(r, v, k, m, 0.9, 0.6)
     turn = advantages.turn_gae(r, v, k, oracle.NUM_TURNS, 0.9, 0.6)
-    for x, y in zip(bad, turn):
+    for x, y in zip(own, turn):
       _assert_close(x * first, y * first, atol=1e-12)
-    self.assertGreater(np.max(np.abs(bad[0] - advantages.token_gae(r, v, m, 0.9, 0.6)[0])), 1e-2)
+    self.assertGreater(np.max(np.abs(own[0] - advantages.token_gae(r, v, m, 0.9, 0.6)[0])), 1e-2)
 
   def test_terminal_reward_reaches_every_agent_token_undiscounted(self):
     """gamma = lambda = 1: the return of each agent token is the episode's score, whatever V is."""

@@ -22,8 +22,8 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import stepping
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import split_envs
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -71,7 +71,6 @@ class OneProcessTest(parameterized.TestCase):
     self.assertEqual(
         hosts.share({'a': np.float32(0.5), 'b': np.arange(2)}), [{'a': 0.5, 'b': [0, 1]}]
     )
-    self.assertIs(hosts.split_steps([Counter('a', 1)]), stepping.step_all)
     hosts.require_same('anything', [1])
     self.assertEqual(hosts.by_writer(max, 1, 2), 2)
     with self.assertRaisesRegex(types.UserError, 'no'):
@@ -116,7 +115,6 @@ class SplitStepsTest(parameterized.TestCase):
 
   def test_each_process_resets_its_own_environments(self):
     """An environment on a server has one session, however many processes there are."""
-    self.assertIs(hosts.split_resets(map), map)
     envs, seeds = [Counter(name, 1) for name in 'abcde'], [5, 6, 7, 8, 9]
     reset = lambda env, seed: (f'{env.name} {seed}', {'suffix': (), 'n': np.int32(seed)})
     self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
@@ -124,7 +122,7 @@ class SplitStepsTest(parameterized.TestCase):
     theirs = [['of process 0', {}]] * 3
     plain = lambda value: json.loads(json.dumps(value, default=hosts._plain))
     self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [theirs, plain(mine)]))
-    openings = hosts.split_resets(map)(reset, envs, seeds)
+    openings = split_envs.split_resets(map)(reset, envs, seeds)
     self.assertEqual([text for text, _ in openings[::2]], ['of process 0'] * 3)
     self.assertEqual(openings[1], ('b 6', {'suffix': [], 'n': 6}))
     self.assertEqual(openings[3], ('d 8', {'suffix': [], 'n': 8}))
@@ -142,7 +140,7 @@ class SplitStepsTest(parameterized.TestCase):
 
     def play(index, envs, outcomes):
       here.index = index
-      step_all, alive = hosts.split_steps(envs), list(envs)
+      step_all, alive = split_envs.split_steps(envs), list(envs)
       while alive:
         stepped = step_all(alive, [f'go {env.name}' for env in alive])
         outcomes.append(stepped)
@@ -185,7 +183,7 @@ class SplitStepsTest(parameterized.TestCase):
     theirs = [[['of process 0']] * 3, None]
     self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [theirs, mine]))
     with futures.ThreadPoolExecutor(3) as pool:
-      outcomes = hosts.split_steps(envs)(envs, list('uvwxyz'), pool.map)
+      outcomes = split_envs.split_steps(envs)(envs, list('uvwxyz'), pool.map)
     self.assertEqual(
         [outcome[0] for outcome in outcomes],
         ['of process 0', 'b 1 v', 'of process 0', 'd 1 x', 'of process 0', 'f 1 z'],
@@ -198,7 +196,7 @@ class SplitStepsTest(parameterized.TestCase):
     self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [mine, theirs]))
     envs = [Counter(name, 2) for name in 'ab']
     with self.assertRaisesRegex(types.RunError, '^the reward could not be had$'):
-      hosts.split_steps(envs)(envs, ['x', 'y'])
+      split_envs.split_steps(envs)(envs, ['x', 'y'])
 
 
 class FailureTest(parameterized.TestCase):

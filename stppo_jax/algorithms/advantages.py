@@ -35,29 +35,7 @@ def token_gae(
   """
   chex.assert_equal_shape([rewards, values, action_mask])
   mask = action_mask.astype(values.dtype)
-  return _gae(rewards, values, mask, gamma, lam)
-
-
-def bad_gae(
-    rewards: jax.Array,
-    values: jax.Array,
-    turn_ids: jax.Array,
-    action_mask: jax.Array,
-    gamma: float,
-    lam: float,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns token GAE that discounts only at the ends of turns (BAD, arXiv 2405.15821).
-
-  gamma and lambda apply at the last token of a turn. Inside a turn both are 1, so that credit does
-  not depend on the number of tokens of an action.
-  """
-  chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
-  mask = action_mask.astype(values.dtype)
-  changes = jnp.diff(turn_ids, axis=1, append=-1)
-  is_end = changes != 0
-  gammas = jnp.where(is_end, gamma, 1.0)
-  lams = jnp.where(is_end, lam, 1.0)
-  return _gae(rewards, values, mask, gammas, lams)
+  return gae(rewards, values, mask, gamma, lam)
 
 
 def turn_gae(
@@ -85,14 +63,23 @@ def turn_gae(
   turn_rewards = sum_turns(masked_rewards, turn_ids, num_turns)
   first_values = values * mask * is_new
   turn_values = sum_turns(first_values, turn_ids, num_turns)
-  advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma, lam)
+  advantages, returns = gae(turn_rewards, turn_values, turn_mask, gamma, lam)
   advantages = to_tokens(advantages, turn_ids)
   returns = to_tokens(returns, turn_ids)
   return advantages, returns
 
 
-def _gae(rewards, values, mask, gammas, lams):
-  """Runs the recursion over the columns where the mask is 1. gammas and lams may be numbers."""
+def gae(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    gammas: jax.Array | float,
+    lams: jax.Array | float,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns advantages and returns [B,T] of the columns where the mask is 1.
+
+  `gammas` and `lams` are numbers, or one per column [B,T].
+  """
 
   def step(carry, column):
     next_value, next_advantage = carry
@@ -311,7 +298,7 @@ def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
   return dataclasses.replace(batch, advantages=advantages, returns=returns)
 
 
-def _from_gae(gae: Callable) -> Estimator:
+def from_gae(function: Callable) -> Estimator:
   """Returns the estimator of a function (batch, gamma, lam) -> (advantages, returns).
 
   If `lam_critic` is set, the returns have that lambda. A critic learns from unbiased targets (1),
@@ -321,9 +308,9 @@ def _from_gae(gae: Callable) -> Estimator:
   @from_values
   def estimate_from_gae(batch, variant):
     gamma = variant.gamma
-    advantages, returns = gae(batch, gamma, variant.lam)
+    advantages, returns = function(batch, gamma, variant.lam)
     if variant.lam_critic is not None:
-      _, returns = gae(batch, gamma, variant.lam_critic)
+      _, returns = function(batch, gamma, variant.lam_critic)
     return advantages, returns
 
   return estimate_from_gae
@@ -342,47 +329,8 @@ def _turn_gae(batch, gamma, lam):
   return turn_gae(rewards, batch.old_values, turn_ids, num_turns, gamma, lam)
 
 
-def _bad_gae(batch, gamma, lam):
-  rewards = batch.rewards
-  turn_ids = batch.turn_ids
-  mask = batch.action_mask
-  return bad_gae(rewards, batch.old_values, turn_ids, mask, gamma, lam)
-
-
-def _token_returns(batch, variant):
-  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262).
-
-  G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in any turn.
-
-  Choice: the final reward reaches every turn, as in the paper. verl (b178a3cd) sets the return to 0
-  at each token that is not the agent's, so that a reward reaches only the tokens of its own turn.
-  With one turn both are the same.
-  """
-  mask = batch.action_mask
-  rewards = batch.rewards * mask
-  values = jnp.zeros_like(rewards)
-  gamma = variant.gamma
-  returns, _ = token_gae(rewards, values, mask, gamma, 1.0)
-  return returns, returns
-
-
-def _turn_returns(batch, variant):
-  """Returns the return to go of each turn, whitened over the batch (GEM, arXiv 2510.01051)."""
-  rewards = batch.rewards
-  values = jnp.zeros_like(rewards)
-  turn_ids = batch.turn_ids
-  num_turns = turn_ids.shape[1]
-  gamma = variant.gamma
-  returns, _ = turn_gae(rewards, values, turn_ids, num_turns, gamma, 1.0)
-  advantages = whiten(returns, batch, 'turns')
-  return advantages, advantages
-
-
-TOKEN_GAE = _from_gae(_token_gae)
-TURN_GAE = _from_gae(_turn_gae)
-BAD_GAE = _from_gae(_bad_gae)
+TOKEN_GAE = from_gae(_token_gae)
+TURN_GAE = from_gae(_turn_gae)
 GROUP_ZSCORE = from_groups(group_zscore)
 GROUP_CENTRED = from_groups(group_centred)
 LEAVE_ONE_OUT = from_groups(leave_one_out)
-TOKEN_RETURNS = Estimator(_token_returns)
-TURN_RETURNS = Estimator(_turn_returns)

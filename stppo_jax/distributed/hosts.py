@@ -2,16 +2,14 @@
 
 JAX is multi-controller: every process runs the same program, dispatches the same computations in
 the same order, and holds its part of each global array. Host computations (order of tasks, keys,
-episodes) are repeated on every process. Only environment steps are divided (`split_steps`), and
-only process 0 writes files (`is_writer`, `by_writer`).
+episodes) are repeated on every process. Only environment steps are divided (rollout/split_envs.py),
+and only process 0 writes files (`is_writer`, `by_writer`).
 
 With one process all of this costs nothing.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
 import contextlib
 import contextvars
 import functools
@@ -30,8 +28,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.envs import protocol
-from stppo_jax.envs import stepping
 from stppo_jax.stop_signal import StopSignal
 
 SILENCE_S = 20  # JAX ends the others when a process is killed or unreachable for this long
@@ -184,57 +180,6 @@ def anywhere(stop_signal: StopSignal) -> StopSignal:
     return has_posted.is_set() or posted('stop') != ''
 
   return StopSignal(is_set)
-
-
-def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
-  """Returns a `stepping.step_all` for `envs` in which each process steps its own share.
-
-  Environment i, and so its state, belongs to process i modulo their number. `map_all` steps the
-  environments of one process. The outcomes are sent to all processes as JSON.
-  """
-  count = num_processes()
-  if count == 1:
-    return stepping.step_all
-  owners = {id(env): i % count for i, env in enumerate(envs)}
-
-  def step_all(stepped, actions, map_all=map):
-    step_owners = [owners[id(env)] for env in stepped]
-    own = [i for i, owner in enumerate(step_owners) if owner == jax.process_index()]
-    own_envs = [stepped[i] for i in own]
-    own_actions = [actions[i] for i in own]
-    own_outcomes: list = []
-    failure = None
-    try:
-      own_outcomes = stepping.step_all(own_envs, own_actions, map_all)
-    except types.RunError as error:  # all raise it, so that they can save together
-      failure = str(error)
-    shares, failures = zip(*share([own_outcomes, failure]))
-    if failure := next(filter(None, failures), None):
-      raise types.RunError(failure)
-    # Each process returns outcomes in the order of its environments, so we can take them one by
-    # one.
-    outcomes = [iter(outcomes_of_process) for outcomes_of_process in shares]
-    return [tuple(next(outcomes[owner])) for owner in step_owners]
-
-  return step_all
-
-
-def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
-  """Returns `map_all`(reset, envs, seeds) in which each process resets its own share.
-
-  The share is that of `split_steps`, and the openings are sent to all processes as JSON. So an
-  environment on a server has one session, however many processes there are.
-  """
-  count = num_processes()
-  if count == 1:
-    return map_all
-
-  def map_resets(reset, envs, seeds):
-    own = slice(jax.process_index(), None, count)
-    shares = share(list(map_all(reset, envs[own], seeds[own])))
-    return [tuple(shares[i % count][i // count]) for i in range(len(envs))]
-
-  return map_resets
 
 
 def fetch(tree: Any) -> Any:

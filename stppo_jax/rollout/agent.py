@@ -16,6 +16,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
@@ -73,11 +74,17 @@ class Agent:
     with contextlib.ExitStack() as resources:
       resources.callback(is_over.set)
       envs = [self.env(task, seed, guard) for task, seed in zip(tasks, seeds)]
-      step_all = hosts.split_steps(envs)
       if rollout.threads and not self.env.uses_global_random:
         pool = futures.ThreadPoolExecutor(rollout.threads, 'environments')
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
         map_all = pool.map
+      step_all: Callable[..., Sequence] = stepping.step_all
+      map_resets = map_all
+      if hosts.num_processes() > 1:
+        from stppo_jax.rollout import split_envs
+
+        step_all = split_envs.split_steps(envs)
+        map_resets = split_envs.split_resets(map_all)
 
       def step_envs(stepped, texts):
         all_stop.raise_if_set()
@@ -87,7 +94,7 @@ class Agent:
           self.env,
           prepare.limits(self.config),
           step_envs=step_envs,
-          map_resets=hosts.split_resets(map_all),
+          map_resets=map_resets,
           threads=rollout.threads if hosts.num_processes() == 1 else 0,
           strict=rollout.max_failed == 0,
       )

@@ -11,7 +11,6 @@ import copy as copy_lib
 import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import flax
 import jax
@@ -25,7 +24,6 @@ from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
 
 Numbers = Sequence[int]
-TOP = 5  # likeliest tokens per place of `PromptScores`
 
 
 @flax.struct.dataclass
@@ -72,14 +70,6 @@ class PrefillResult:
   lengths: Any = None  # [B] int32, of the contexts after it, to wait for
   # (routes, counts [B]) of each chunk, where experts are recorded.
   chunks: list[Any] = dataclasses.field(default_factory=list)
-
-
-class PromptScores(NamedTuple):
-  """The log-probs of n tokens, each given those before it. A row's first token has none."""
-
-  logp: np.ndarray  # [n-1] float32
-  top_ids: np.ndarray  # [n-1,TOP], the likeliest first
-  top_logp: np.ndarray  # [n-1,TOP]
 
 
 class Sampler:
@@ -172,11 +162,11 @@ class Sampler:
     self._take = jit(_take)
     self._put = jit(_put, donate_argnums=0)
     results = (context_sharding, everywhere)
-    jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
-    self._prefill = jit_in_place(self._append)
-    self._decode = jit_in_place(self._decode_rows)
+    # Jits (params, context, ..) -> (context, results), which reuses the buffers of the context.
+    self.jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
+    self._prefill = self.jit_in_place(self._append)
+    self._decode = self.jit_in_place(self._decode_rows)
     self._mask = jax.jit(_mask, out_shardings=(logits_sharding, everywhere))
-    self._score = jit_in_place(self._score_rows)
 
   @functools.cached_property
   def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them
@@ -253,41 +243,16 @@ class Sampler:
     the next, the rest in the smallest.
     """
     prefilled = PrefillResult()
-    for tokens, live, counts in self._chunks(ids, starts, len(context.logits)):
+    for tokens, live, counts in self.chunks(ids, starts, len(context.logits)):
       context, result = self._prefill(params, context, tokens, live, counts)
       prefilled.lengths, routes = result
       if self.records_routes:
         prefilled.chunks.append((routes, counts))
     return context, prefilled
 
-  def score(self, params, ids: Sequence[Numbers]) -> list[PromptScores]:
-    """Returns the model's log-probs of known tokens, as they are without temperature and cuts.
-
-    Takes at most `prefill_rows` rows, each with as many tokens as a context has room for.
-    """
-    rows = 1
-    if len(ids) > 1 or layout.num_shards(self.row_sharding, 'data') > 1:
-      rows = self.prefill_rows
-    known = [row_ids[:-1] for row_ids in ids]
-    targets = [row_ids[1:] for row_ids in ids]
-    starts = [0] * len(ids)
-    context = self.empty(rows, self.slot_buckets[0])
-    context = self.with_room(context, max(map(len, ids)))
-    parts: list[Any] = []
-    chunks = self._chunks(known, starts, rows)
-    target_chunks = self._chunks(targets, starts, rows)
-    for (tokens, live, counts), (next_tokens, *_) in zip(chunks, target_chunks):
-      context, scores = self._score(params, context, tokens, next_tokens, live, counts)
-      parts.append((scores, counts))
-    parts = jax.device_get(parts)
-    columns = []
-    for row in range(len(ids)):
-      arrays = [[array[row, : counts[row]] for array in scores] for scores, counts in parts]
-      columns.append(arrays)
-    empty = (np.zeros(0), np.zeros((0, TOP), int), np.zeros((0, TOP)))
-    return [PromptScores(*map(np.concatenate, zip(empty, *arrays))) for arrays in columns]
-
-  def _chunks(self, ids: Sequence[Numbers], starts: Numbers, rows: int) -> Iterator[Any]:
+  def chunks(
+      self, ids: Sequence[Numbers], starts: Numbers, rows: int
+  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields (tokens [rows,chunk], live slots [rows], new tokens [rows]) of each prefill call."""
     num_given = len(ids)
     left = np.zeros(rows, np.int32)
@@ -413,27 +378,6 @@ class Sampler:
       routes = moe.recorded_routes(routing, config.num_experts)
     context = Context(cache.k, cache.v, logits)
     return context, (cache.length, routes)
-
-  def _score_rows(self, params, context, tokens, next_tokens, starts, counts):
-    """Appends tokens [B,T] as `_append` does. Returns (context, fields of `PromptScores`).
-
-    Choice: the logits of one row at a time, because those of a batch take more memory than the
-    model's weights.
-    """
-    config = self.config
-    cache = decoder.KVCache(context.k, context.v, starts)
-    x, cache, _ = decoder.cached_trunk(params, config, tokens, cache, counts)
-
-    def score_row(row):
-      x, next_tokens = row
-      logits = decoder.token_logits(params, config, x[None])[0]
-      logp = jax.nn.log_softmax(logits)
-      top_logp, top_ids = jax.lax.top_k(logp, TOP)
-      chosen = jnp.take_along_axis(logp, next_tokens[:, None], axis=1)
-      return chosen[:, 0], top_ids, top_logp
-
-    scores = jax.lax.map(score_row, (x, next_tokens))
-    return Context(cache.k, cache.v, context.logits), scores
 
   def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""

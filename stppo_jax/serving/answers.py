@@ -19,7 +19,7 @@ from absl import logging
 
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
-from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 
@@ -29,7 +29,7 @@ _FAILURES = {
 }
 
 
-Scorer = Callable[[list[list[int]]], Awaitable[list[sampler_lib.PromptScores]]]
+Scorer = Callable[[list[list[int]]], Awaitable[list[prompt_scores.PromptScores]]]
 
 
 @dataclasses.dataclass
@@ -194,7 +194,7 @@ class Answer:
         self._finish(choice, chunk)
       yield chunk
 
-  async def score(self) -> list[sampler_lib.PromptScores]:
+  async def score(self) -> list[prompt_scores.PromptScores]:
     """Returns the log-probs of all tokens of each choice, once it is over; empty: not needed."""
     if self.scorer is None:
       return []

@@ -26,8 +26,8 @@ from starlette import exceptions
 from stppo_jax import types
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
-from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import answers
+from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import turns
 
 MAX_CHOICES = 16  # per prompt
@@ -389,7 +389,7 @@ class TextBody(CompletionBody):
       pydantic.BeforeValidator(_listed_prompts),
   ]
   # The log-probs of the chosen tokens. From 2 on, and with `echo`, also so many likeliest ones.
-  logprobs: int | None = pydantic.Field(None, ge=0, le=sampler_lib.TOP)
+  logprobs: int | None = pydantic.Field(None, ge=0, le=prompt_scores.TOP)
   echo: bool = False  # the answer begins with the prompt
   max_tokens: Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)] | None = None  # 0: only echo
 
@@ -422,7 +422,7 @@ class ChatBody(CompletionBody):
   response_format: ResponseFormat = ResponseFormat()
   parallel_tool_calls: bool = False  # False: an answer ends with its first call
   logprobs: bool = False  # those of the chosen tokens
-  top_logprobs: int = pydantic.Field(0, ge=0, le=sampler_lib.TOP)
+  top_logprobs: int = pydantic.Field(0, ge=0, le=prompt_scores.TOP)
 
   @property
   def num_top(self) -> int:
@@ -500,7 +500,7 @@ class TextWriter:
   def __init__(self, model: str, body: Any, answer: answers.Answer):
     self._body = body
     self._answer = answer
-    self._scores: list[sampler_lib.PromptScores] = []  # one per choice, where they are needed
+    self._scores: list[prompt_scores.PromptScores] = []  # one per choice, where they are needed
     self._head = {
         'id': f'{self.prefix}-{uuid.uuid4().hex}',
         'object': self.chunk_kind if body.stream else self.kind,

@@ -35,6 +35,7 @@ from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
 from stppo_jax.serving import grammars as grammars_lib
+from stppo_jax.serving import prompt_scores
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -140,6 +141,7 @@ class Scheduler:
     self.max_waiting = max_waiting
     self.score_rows = sampler.prefill_rows
     self._sampler = sampler
+    self._scorer = prompt_scores.PromptScorer(sampler)
     self._token_bytes = token_bytes
     self._eos_ids = frozenset(eos_ids)
     self._shares_prefixes = shares_prefixes
@@ -235,7 +237,7 @@ class Scheduler:
     'reload' (folder)   samples with the weights of a folder; UserError: they do not fit, Busy: the
                         folder is not there yet
     'forget' ()         computes all contexts again before the next token, as 'reload' does
-    'score' (ids)       returns the `sampler.PromptScores` of at most `score_rows` lists of ids
+    'score' (ids)       returns the `PromptScores` of at most `score_rows` lists of ids
     """
     call = _ControlCall(name, list(arguments), futures.Future())
     with self._changed:
@@ -342,8 +344,8 @@ class Scheduler:
     self._admits = True
     self._decodes = True
 
-  def _score(self, ids: Sequence[Sequence[int]]) -> list[sampler_lib.PromptScores]:
-    return self._sampler.score(self._group.params, ids)
+  def _score(self, ids: Sequence[Sequence[int]]) -> list[prompt_scores.PromptScores]:
+    return self._scorer.score(self._group.params, ids)
 
   def _reload(self, folder: str) -> None:
     assert self._load_params is not None

@@ -22,11 +22,11 @@ import numpy as np
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
-from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import grammars as grammars_lib
+from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
@@ -174,7 +174,7 @@ class Service:
       )
       raise _invalid(param, message)
 
-  async def _score(self, ids: list[list[int]]) -> list[sampler_lib.PromptScores]:
+  async def _score(self, ids: list[list[int]]) -> list[prompt_scores.PromptScores]:
     """Returns the log-probs of known tokens. Raises Busy."""
     scores = []
     for part in sampling.batched(ids, self.scheduler.score_rows):
