@@ -17,6 +17,7 @@ from stppo_jax.types import setting
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # matrices of gated delta-net layers
+ADDRESS = r'https?://[^\s/]+(/\S*)?'  # of a server
 
 
 # The formatter is off, so that each setting takes few lines.
@@ -67,6 +68,11 @@ class EnvSettings(Section):
       plugin=True, prefixes=('mcp',))
   tool_timeout_s: float = setting(10.0, 'seconds after which a tool call is aborted', above=0)
   tool_max_chars: int = setting(2000, 'characters of a tool result; the rest is cut', at_least=1)
+
+  @property
+  def is_program(self) -> bool:
+    """Whether an agent program plays the episodes."""
+    return self.kind.startswith(('gateway:', 'verifiers:'))
 
 
 @dataclasses.dataclass
@@ -247,6 +253,11 @@ class RolloutSettings(Section):
   threads: int = setting(
       4, 'environments called in parallel, while other rows decode (with one process). 0: one '
       'after the other', at_least=0, resume_allowed=True)
+
+  @property
+  def is_cut(self) -> bool:
+    """Whether tokens are sampled from a part of the vocabulary."""
+    return self.top_k > 0 or self.top_p < 1
 
 
 def _with_overrides(section: type) -> type:

@@ -13,10 +13,11 @@ import string
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax import cells
 from stppo_jax import row_files
 from stppo_jax import types
 from stppo_jax.row_files import FileRow
-from stppo_jax.row_files import shown
+from stppo_jax.types import shown
 
 # The first column of each kind that a row has counts.
 _QUESTIONS = ('question', 'Question', 'QUESTION', 'problem', 'query', 'Prompt', 'question_stem')
@@ -105,7 +106,7 @@ def _first_option(path: pathlib.Path) -> int:
   """
   numbers = set()
   for row in row_files.read(path, ('cop',)):
-    if row_files.is_null(row.fields.get('cop')):
+    if cells.is_null(row.fields.get('cop')):
       continue
     with row_files.explain(path, row.number):
       number = _option_number(row.fields)
@@ -146,7 +147,7 @@ class SetReader:
   def is_question(self, row: FileRow) -> bool:
     """Returns whether a row has a question, and is no passage of a corpus."""
     names = (*_QUESTIONS, 'prompt', 'reward_model')
-    has_question = any(not row_files.is_null(row.fields.get(name)) for name in names)
+    has_question = any(not cells.is_null(row.fields.get(name)) for name in names)
     return has_question or _is_article(row.fields)
 
   def read(self, row: FileRow) -> Iterator[Question]:
@@ -169,7 +170,7 @@ class SetReader:
       return Question(None, passages, str(error))
     steps = _steps(fields)
     hops = len(steps) or len(_supporting_titles(fields))
-    is_verl = not row_files.is_null(row_fields.get('reward_model'))
+    is_verl = not cells.is_null(row_fields.get('reward_model'))
     if is_verl:  # its questions belong to a corpus of their own
       hops = 0
       gold = []
@@ -193,15 +194,15 @@ class SetReader:
     return Question(task, passages, has_id=has_id)
 
   def _id(self, row, fields):
-    if not row_files.is_null(fields.get('reward_model')):  # verl's rows have an index, and no id
+    if not cells.is_null(fields.get('reward_model')):  # verl's rows have an index, and no id
       index = fields.get('index')
-      if row_files.is_null(index):
+      if cells.is_null(index):
         index = row.number - 1
       dataset = _name(fields, ('data_source', 'dataset')) or 'unnamed'
       return f'{dataset}-{_name(fields, ("split",))}-{index}'
     for name in _IDS:
       value = fields.get(name)
-      if row_files.is_null(value) or value == '':
+      if cells.is_null(value) or value == '':
         continue
       if isinstance(value, float) and value.is_integer():  # pandas, where a row has none
         value = int(value)
@@ -226,7 +227,7 @@ class SetReader:
       if names:
         raise Unanswerable(f'column {names[0]!r} is empty')
       raise Unanswerable(
-          f'no answer in the columns {row_files.listed(fields)}, where one of '
+          f'no answer in the columns {cells.listed(fields)}, where one of '
           f'{", ".join(_ANSWERS)} is read'
       )
     if isinstance(value, bool):
@@ -236,7 +237,7 @@ class SetReader:
       answers.append(alias)
     answers = [answer.strip() for answer in answers if answer.strip()]
     if not answers:
-      column = name if row_files.is_null(fields.get('reward_model')) else 'reward_model'
+      column = name if cells.is_null(fields.get('reward_model')) else 'reward_model'
       raise Unanswerable(f'column {column!r} has the answers {shown(value)}')
     unique = tuple(dict.fromkeys(answers))
     if name == 'final_decision':
@@ -249,7 +250,7 @@ class SetReader:
 
   def _letter(self, fields, options, options_name):
     """Returns the letter of the right option."""
-    if not row_files.is_null(fields.get('cop')):
+    if not cells.is_null(fields.get('cop')):
       if self._first_option is None:  # a second pass over the file, a table of short rows
         self._first_option = _first_option(self._path)
       number = _option_number(fields)
@@ -266,16 +267,16 @@ class SetReader:
         break
       value = fields.get(name)
       if isinstance(value, str):
-        value = row_files.parsed(value)
+        value = cells.parsed(value)
       if isinstance(value, list) and len(value) == 1:
         value = value[0]
-      if row_files.is_null(value) or value == '' or value == []:
+      if cells.is_null(value) or value == '' or value == []:
         continue
       letter = _option(value, options)
       if letter is None and name in _LETTERS:
         raise ValueError(
             f'column {name!r} is {shown(value)}: the letter or number of one of '
-            f'{row_files.listed(sorted(options))} is needed'
+            f'{cells.listed(sorted(options))} is needed'
         )
       if letter is not None:
         named[name] = letter
@@ -302,27 +303,27 @@ def _flat(fields):
   itself comes first.
   """
   nested: dict[str, Any] = {}
-  is_verl = not row_files.is_null(fields.get('reward_model'))
+  is_verl = not cells.is_null(fields.get('reward_model'))
   for name in ('extra_info', 'metadata'):
     value = fields.get(name)
     if isinstance(value, str):
-      value = row_files.parsed(value)
+      value = cells.parsed(value)
     if isinstance(value, dict):
       inner = value.get('metadata')
       if isinstance(inner, dict):  # FlashRAG's MuSiQue
-        nested |= {column: item for column, item in inner.items() if not row_files.is_null(item)}
-      nested |= {column: item for column, item in value.items() if not row_files.is_null(item)}
+        nested |= {column: item for column, item in inner.items() if not cells.is_null(item)}
+      nested |= {column: item for column, item in value.items() if not cells.is_null(item)}
   if is_verl:
     reward = fields['reward_model']
     if isinstance(reward, str):
-      reward = row_files.parsed(reward)
-    if isinstance(reward, dict) and not row_files.is_null(reward.get('ground_truth')):
+      reward = cells.parsed(reward)
+    if isinstance(reward, dict) and not cells.is_null(reward.get('ground_truth')):
       nested['ground_truth'] = reward['ground_truth']
-    elif row_files.is_null(nested.get('ground_truth')):
+    elif cells.is_null(nested.get('ground_truth')):
       raise ValueError(
           f"column 'reward_model' is {shown(reward)}: a 'ground_truth' in it is needed"
       )
-  present = {name: value for name, value in fields.items() if not row_files.is_null(value)}
+  present = {name: value for name, value in fields.items() if not cells.is_null(value)}
   known = {name: value for name, value in nested.items() if name in COLUMNS or name == 'index'}
   flat = dict.fromkeys(fields) | known | present
   if is_verl:
@@ -337,7 +338,7 @@ def _first(fields, names):
   """Returns (name, value) of the first column with a value; ('', None) without one."""
   for name in names:
     value = fields.get(name)
-    if not row_files.is_null(value):
+    if not cells.is_null(value):
       return name, value
   return '', None
 
@@ -346,7 +347,7 @@ def _name(fields, names):
   """Returns the first of these columns with a text, or ''."""
   for name in names:
     value = fields.get(name)
-    if row_files.is_null(value):
+    if cells.is_null(value):
       continue
     if not isinstance(value, str):
       raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
@@ -371,7 +372,7 @@ def _question(fields):
     return value.strip()
   if 'prompt' not in fields:
     raise ValueError(
-        f'no question in the columns {row_files.listed(fields)}: one of {", ".join(_QUESTIONS)} or '
+        f'no question in the columns {cells.listed(fields)}: one of {", ".join(_QUESTIONS)} or '
         'prompt is needed'
     )
   return question_of_prompt(fields['prompt'])
@@ -383,7 +384,7 @@ def question_of_prompt(prompt: Any) -> str:
   Without such a line it is the text after the first 'Question:', because a question may hold the
   word itself, or else the whole prompt. The prompt is a text, or a list of messages.
   """
-  messages = row_files.parsed(prompt) if isinstance(prompt, str) else prompt
+  messages = cells.parsed(prompt) if isinstance(prompt, str) else prompt
   if isinstance(messages, str):
     messages = [{'role': 'user', 'content': messages}]
   contents: list[Any] = []
@@ -428,7 +429,7 @@ def _of_text(name, text):
   if solution:  # GSM8K
     return solution[1].replace(',', '')
   try:
-    value = row_files.parsed(text)
+    value = cells.parsed(text)
   except ValueError as error:
     raise ValueError(f'column {name!r}: {error}') from error
   if isinstance(value, dict):
@@ -446,12 +447,12 @@ _NORMALIZED = ('normalized_aliases', 'NormalizedAliases', 'normalized_value', 'N
 def _of_dict(name, value):
   """Returns the answers in a dict: those of Search-R1, TriviaQA and SQuAD."""
   answers = []
-  keys = [key for key in (*_DICT_KEYS, *_ALIASES) if not row_files.is_null(value.get(key))]
+  keys = [key for key in (*_DICT_KEYS, *_ALIASES) if not cells.is_null(value.get(key))]
   for key in keys or [key for key in _NORMALIZED if value.get(key)]:
     answers += _texts(f'{name}.{key}', value[key])
   if not keys and not answers and not any(key in value for key in (*_DICT_KEYS, *_ALIASES)):
     raise ValueError(
-        f'column {name!r} has the keys {row_files.listed(value) or "of an empty dict"}: one of '
+        f'column {name!r} has the keys {cells.listed(value) or "of an empty dict"}: one of '
         f'{", ".join(_DICT_KEYS)} is needed'
     )
   return answers
@@ -460,11 +461,11 @@ def _of_dict(name, value):
 def _texts(name, value):
   """Returns a value as a list of texts. Numbers are written as texts."""
   if isinstance(value, str) and name == 'answer_aliases':
-    value = row_files.parsed(value)
+    value = cells.parsed(value)
   values = value if isinstance(value, list) else [value]
   texts = []
   for item in values:
-    if row_files.is_null(item):
+    if cells.is_null(item):
       continue
     if isinstance(item, dict) and isinstance(item.get('text'), str):  # SQuAD's own files
       item = item['text']
@@ -487,7 +488,7 @@ def _choice(texts, right):
 
 def _options(fields):
   """Returns ({letter: text}, the name of the column) of multiple choice; ({}, ''): it is none."""
-  columns = [name for name in _OPTION_COLUMNS if not row_files.is_null(fields.get(name))]
+  columns = [name for name in _OPTION_COLUMNS if not cells.is_null(fields.get(name))]
   if 'opa' in columns:
     texts = [_option_text(name, fields[name]) for name in columns]
     return dict(zip(_LETTER, texts)), 'options opa, opb, ..'
@@ -495,7 +496,7 @@ def _options(fields):
   if not name:
     return {}, ''
   if isinstance(value, str):
-    value = row_files.parsed(value)
+    value = cells.parsed(value)
   if isinstance(value, dict) and isinstance(value.get('text'), list):  # ARC
     labels = value.get('label') or list(_LETTER[: len(value['text'])])
     value = dict(zip(labels, value['text'], strict=True))
@@ -508,7 +509,7 @@ def _options(fields):
     value = dict(zip(_LETTER, value))
   if not isinstance(value, dict):
     raise ValueError(f'column {name!r} is {shown(value)}: a dict or a list of texts is needed')
-  present = {key: text for key, text in value.items() if not row_files.is_null(text)}
+  present = {key: text for key, text in value.items() if not cells.is_null(text)}
   return {str(key): _option_text(name, text) for key, text in present.items()}, name
 
 
@@ -551,7 +552,7 @@ def _steps(fields):
   """Returns (sub-question, answer) pairs of MuSiQue."""
   value = fields.get('question_decomposition')
   if isinstance(value, str):
-    value = row_files.parsed(value)
+    value = cells.parsed(value)
   if not types.is_of(value, list[dict]):
     return ()
   steps = []
@@ -567,7 +568,7 @@ def _passages(fields):
   if not value:
     return [], []
   if isinstance(value, str) and name in ('context', 'passage'):
-    parsed = row_files.parsed(value)
+    parsed = cells.parsed(value)
     if isinstance(parsed, str):  # SQuAD, BoolQ
       title = fields.get('title')
       texts = [(title if isinstance(title, str) else '', parsed, True)]
@@ -575,7 +576,7 @@ def _passages(fields):
       texts = _paragraphs(name, parsed, fields)
   else:
     if isinstance(value, str):
-      value = row_files.parsed(value)
+      value = cells.parsed(value)
     texts = _paragraphs(name, value, fields)
   passages = []
   gold = []
@@ -623,7 +624,7 @@ def _paragraphs(name, value, fields):
       is_supporting = True
     elif isinstance(item, dict):
       title = item.get('title') or ''
-      text = next((item[key] for key in _TEXT_KEYS if not row_files.is_null(item.get(key))), None)
+      text = next((item[key] for key in _TEXT_KEYS if not cells.is_null(item.get(key))), None)
       is_supporting = item.get('is_supporting')
     elif isinstance(item, list) and len(item) == 2:
       title, text = item
@@ -644,7 +645,7 @@ def _supporting_titles(fields):
   """Returns the titles of the paragraphs that hold the answer (HotpotQA, 2WikiMultiHopQA)."""
   value = fields.get('supporting_facts')
   if isinstance(value, str):
-    value = row_files.parsed(value)
+    value = cells.parsed(value)
   if isinstance(value, dict):
     value = value.get('title')
   titles = set()

@@ -266,7 +266,7 @@ def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
   if not types.is_of(value, kind):
-    raise ValueError(f'field {name!r} is {row_files.shown(value)}: must be {types.described(kind)}')
+    raise ValueError(f'field {name!r} is {types.shown(value)}: must be {types.described(kind)}')
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

@@ -61,6 +61,14 @@ def read_json(path: str | os.PathLike[str], advice: str = 'replace it') -> dict[
   return value
 
 
+def shown(value: Any) -> str:
+  """Returns a value for a message; a long one in part."""
+  text = repr(value)
+  if len(text) <= 200:
+    return text
+  return f'{text[:200]}..'
+
+
 def parse_json(text: str | bytes) -> Any:
   """Returns the value of a JSON text without lone surrogates. Raises ValueError, RecursionError."""
   if not isinstance(text, str):

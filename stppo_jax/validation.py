@@ -1,7 +1,8 @@
 """Checks a config: each field by its own rules, then the rules that span fields.
 
 `validate` is called once, before anything heavy; `check_variant` right after it, when the names of
-the objective are resolved. An error is one line: given, allowed, what to do.
+the objective are resolved. An error is one line: given, allowed, what to do. The rules of a section
+that a config has to name are in sections/, and are imported with it.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typing
 from typing import Any
 
 from stppo_jax.algorithms.variant import Variant
+from stppo_jax.config import ADDRESS
 from stppo_jax.config import Config
 from stppo_jax.config import LORA_TARGETS
 from stppo_jax.types import described
@@ -81,7 +83,6 @@ def _has_schedule(optimizer: Any) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
-_ADDRESS = r'https?://[^\s/]+(/\S*)?'
 _LONGEST_SHOWN = 500  # characters of a rejected value
 
 
@@ -93,10 +94,19 @@ def validate(config: Config) -> Config:
   _check_replay(config)
   _check_address('eval', config.eval)
   _check_address('teacher', config.teacher)
-  _check_engine(config)
+  if config.rollout.engine:
+    from stppo_jax.sections import engine
+
+    engine.check(config)
   _check_sizes(config)
-  _check_demonstrations(config)
-  _check_allocation(config)
+  if config.rollout.demonstrations:
+    from stppo_jax.sections import demonstrations
+
+    demonstrations.check(config)
+  if config.rollout.allocation != 'even':
+    from stppo_jax.sections import allocation
+
+    allocation.check(config)
   _check_adapters(config)
   return config
 
@@ -225,7 +235,7 @@ def _check_address(name: str, section: Any) -> None:
   """Checks the address of a server with a model, in a section of the config."""
   address = section.address
   model = section.model
-  if address and not re.fullmatch(_ADDRESS, address):
+  if address and not re.fullmatch(ADDRESS, address):
     raise UserError(
         f'config.{name}.address={address!r}: give http://HOST:PORT/v1 or https://HOST/v1'
     )
@@ -234,41 +244,6 @@ def _check_address(name: str, section: Any) -> None:
         f'config.{name}.address={address!r} and config.{name}.model={model!r} need each other: '
         'give the name of a model at an address'
     )
-
-
-def _check_engine(config: Config) -> None:
-  """Checks settings that do not work with engines in other processes."""
-  rollout = config.rollout
-  if not rollout.engine:
-    return
-  given = f'config.rollout.engine={rollout.engine!r}'
-  for address in rollout.engine.split(','):
-    if not re.fullmatch(_ADDRESS, address.strip()):
-      raise UserError(f'{given}: give http://HOST:PORT, several of them separated by commas')
-  if rollout.routing_replay == 'sampling':
-    raise UserError(
-        f'{given}: engines do not report the experts that they chose: set '
-        '--config.rollout.routing_replay=old_policy'
-    )
-  if rollout.engine_kind == 'sglang' and is_cut(config):
-    raise UserError(
-        f'{given}: SGLang reports log-probs without top_k and top_p: set '
-        '--config.rollout.top_k=0 --config.rollout.top_p=1, or take vLLM'
-    )
-  if rollout.engine_kind == 'stppo' and rollout.top_k > 0:
-    raise UserError(
-        f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
-    )
-
-
-def is_cut(config: Config) -> bool:
-  """Returns whether tokens are sampled from a part of the vocabulary."""
-  return config.rollout.top_k > 0 or config.rollout.top_p < 1
-
-
-def is_program(config: Config) -> bool:
-  """Returns whether an agent program plays the episodes."""
-  return config.env.kind.startswith(('gateway:', 'verifiers:'))
 
 
 def _check_sizes(config: Config) -> None:
@@ -306,98 +281,6 @@ def _check_sizes(config: Config) -> None:
     )
 
 
-def _check_demonstrations(config: Config) -> None:
-  """Checks that demonstrations can be played, and leave rows to sample."""
-  rollout = config.rollout
-  if not rollout.demonstrations:
-    return
-  given = f'config.rollout.demonstrations={rollout.demonstrations!r}'
-  if is_program(config):
-    raise UserError(f'{given} plays an environment, and config.env.kind is a program: leave it out')
-  if rollout.routing_replay == 'sampling':
-    raise UserError(
-        f"{given}: config.rollout.routing_replay='sampling' needs recorded experts, and "
-        "demonstrations have none: set it to 'old_policy' or 'none'"
-    )
-  questions = config.train.episodes // rollout.group_size
-  groups = -(-questions // rollout.demonstrate_every)
-  most = rollout.group_size - int(groups == questions)
-  if rollout.demonstrated > most:
-    raise UserError(
-        f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
-        f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
-        'To imitate only: python -m scripts.warm_start or python run.py sft'
-    )
-
-
-def _check_allocation(config: Config) -> None:
-  """Checks the sizes of two rounds of sampling."""
-  rollout = config.rollout
-  if rollout.allocation == 'even':
-    return
-  given = f'config.rollout.allocation={rollout.allocation!r}'
-  if rollout.demonstrations or rollout.max_num_gen_batches > 1:
-    raise UserError(
-        f'{given} divides the episodes among a fixed set of questions: leave out '
-        'config.rollout.demonstrations, and set max_num_gen_batches=1'
-    )
-  if is_program(config):
-    raise UserError(
-        f'{given} plays an environment, and config.env.kind is a program: set it to even'
-    )
-  first_rows = rollout.first_rows or rollout.group_size // 2
-  if not 2 <= first_rows < rollout.group_size:
-    raise UserError(
-        f'{given}: config.rollout.first_rows={first_rows} must be at least 2, because one score '
-        f'tells little, and below group_size={rollout.group_size}, the mean size of a group: raise '
-        '--config.rollout.group_size'
-    )
-  if 0 < rollout.max_group < rollout.group_size:
-    raise UserError(
-        f'{given}: config.rollout.max_group={rollout.max_group} must be at least group_size='
-        f'{rollout.group_size}, the mean size of a group: raise it'
-    )
-  _check_allocation_acts(config, first_rows)
-
-
-def _check_allocation_acts(config: Config, first_rows: int) -> None:
-  """Checks that some scores give groups of unequal size, see `dars.Allocation`."""
-  rollout = config.rollout
-  given = f'config.rollout.allocation={rollout.allocation!r}'
-  if config.train.episodes == rollout.group_size:
-    raise UserError(
-        f'{given} moves episodes between questions, and config.train.episodes='
-        f'{config.train.episodes} is one group: set it to even'
-    )
-
-  def acts(first_rows):
-    return _largest_wish(rollout.allocation, first_rows) > rollout.group_size - first_rows
-
-  second = rollout.group_size - first_rows
-  if rollout.max_group == rollout.group_size:
-    raise UserError(
-        f'{given}: with config.rollout.max_group={rollout.max_group}, the mean size of a group, no '
-        'question can get more: raise it'
-    )
-  if acts(first_rows):
-    return
-  larger = [rows for rows in range(first_rows + 1, rollout.group_size) if acts(rows)]
-  way_out = f'first_rows={larger[0]}' if larger else 'group_size=4 --config.rollout.first_rows=3'
-  raise UserError(
-      f'{given} would do nothing: after config.rollout.first_rows={first_rows} a question that was '
-      f'never solved gets no more than the {second} further episodes that every question gets: '
-      f'set --config.rollout.{way_out}'
-  )
-
-
-def _largest_wish(rule: str, first_rows: int) -> int:
-  """Returns `dars.wanted_rows` of a question that was never solved: a = 1 / (2 N) there."""
-  total = first_rows**2
-  if rule == 'dars_et':
-    total = math.ceil(first_rows**3 / (2 * first_rows - 1))
-  return total - first_rows
-
-
 def check_variant(config: Config, variant: Variant) -> None:
   """Checks the fields of the resolved objective, then the rules that span fields and sections."""
   kind_by_name = kinds(type(config.algorithm))
@@ -408,7 +291,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   rollout = config.rollout
   name = config.algorithm.variant
   sees_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  if is_cut(config) and not sees_sampler:
+  if config.rollout.is_cut and not sees_sampler:
     raise UserError(
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
         "that is sampled from, which only a ratio to the sampler's log-probs reflects: set top_p=1 "
@@ -431,12 +314,21 @@ def check_variant(config: Config, variant: Variant) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
-  _check_value_bins(config, variant)
+  if variant.value_loss != 'mse':
+    from stppo_jax.sections import value_bins
+
+    value_bins.check(config, variant)
   _check_teacher(config, variant)
   _check_kl(config, variant)
   _check_groups(config, variant)
-  _check_imitation(config, variant)
-  _check_objective(config, variant)
+  if config.rollout.demonstrations:
+    from stppo_jax.sections import demonstrations
+
+    demonstrations.check_variant(config, variant)
+  if variant.compares_rows:
+    from stppo_jax.sections import row_objective
+
+    row_objective.check(config, variant)
   _check_ratio(config, variant)
   _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
@@ -471,71 +363,10 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
         'teacher: set --config.teacher.folder or --config.teacher.address'
     )
-  if not has_teacher:
-    return
-  if variant.compares_rows:
-    raise UserError(
-        f'config.algorithm.variant={config.algorithm.variant!r} compares rows by their '
-        "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
-        'choose another variant'
-    )
-  if is_cut(config):
-    raise UserError(
-        f'config.rollout.top_p={config.rollout.top_p:g}, top_k={config.rollout.top_k}: the '
-        'log-probs of a teacher are those of the uncut distribution: set top_p=1 and top_k=0'
-    )
-  if variant.mask_zero_advantage:
-    raise UserError(
-        'config.algorithm.mask_zero_advantage=True would drop nothing, because a teacher gives '
-        'every token an advantage: set it to False'
-    )
-  if variant.advantage == 'none' and variant.kl_in == 'reward':
-    raise UserError(
-        f"config.algorithm.kl_in='reward': {config.algorithm.variant!r} reads no rewards: set "
-        '--config.algorithm.kl_in=loss or none'
-    )
-  if teacher.address and config.rollout.temperature != 1:
-    raise UserError(
-        f'config.rollout.temperature={config.rollout.temperature:g}: the server of '
-        'config.teacher.address gives log-probs at temperature 1: set it to 1, or give '
-        '--config.teacher.folder'
-    )
+  if has_teacher:
+    from stppo_jax.sections import teacher as teacher_lib
 
-
-def _check_value_bins(config: Config, variant: Variant) -> None:
-  """Checks that the critic's bins exceed the returns, where these are known.
-
-  Built-in rewards of an answer are from 0 to 1. `critic/outside_bins` measures other returns.
-  """
-  if variant.value_loss == 'mse':
-    return
-  if variant.value_clip:
-    raise UserError(
-        f'config.algorithm.value_clip={variant.value_clip:g} bounds the change of a value, and '
-        "value_loss='hl_gauss' trains the logits of bins: set --config.algorithm.value_clip=0"
-    )
-  given = (
-      f'config.algorithm.value_low={variant.value_low:g}, value_high={variant.value_high:g}, '
-      f'value_bins={variant.value_bins}'
-  )
-  if not variant.value_low < variant.value_high:
-    raise UserError(f'{given}: value_low must be below value_high')
-  from stppo_jax.systems import hl_gauss
-
-  low, high = hl_gauss.inner_support(variant)
-  clip = variant.score_clip
-  if variant.score_norm != 'none' and not (clip and low <= -clip and clip <= high):
-    raise UserError(
-        f'{given}: these bins represent returns from {low:g} to {high:g}, and normalised scores '
-        f'are within +-score_clip={clip:g} (0: any size): set --config.algorithm.score_clip=1, '
-        'value_low=-2 and value_high=2'
-    )
-  has_known_reward = config.env.kind in ('search', 'tools') and ':' not in config.env.reward
-  if has_known_reward and not low <= 0 <= 1 <= high:
-    raise UserError(
-        f'{given}: these bins represent returns from {low:g} to {high:g}, and the rewards of '
-        f'{config.env.reward!r} are from 0 to 1: lower value_low, and raise value_high'
-    )
+    teacher_lib.check(config, variant)
 
 
 def _check_kl(config: Config, variant: Variant) -> None:
@@ -611,12 +442,12 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
     )
-  if variant.score_norm != 'none' and is_program(config):
+  if variant.score_norm != 'none' and config.env.is_program:
     raise UserError(
         f'config.algorithm.score_norm={variant.score_norm!r} normalises the scores of rows, and an '
         "episode of an agent program may have several: set --config.algorithm.score_norm='none'"
     )
-  if variant.advantage == 'turn_zscore' and is_program(config):
+  if variant.advantage == 'turn_zscore' and config.env.is_program:
     raise UserError(
         "config.algorithm.advantage='turn_zscore' compares turns by their numbers, and the rows of "
         'an agent program start again at 1: set --config.algorithm.advantage=group_zscore'
@@ -648,71 +479,6 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches} replaces groups whose '
         f'scores are all equal, and config.algorithm.variant={name!r} compares no groups: set it '
         'to 1, or --config.algorithm.variant=grpo'
-    )
-
-
-def _check_imitation(config: Config, variant: Variant) -> None:
-  """Checks that demonstrations train something, and leave groups to compare."""
-  rollout = config.rollout
-  if not rollout.demonstrations:
-    return
-  name = config.algorithm.variant
-  if not (variant.imitation or variant.uses_demonstrations):
-    raise UserError(
-        f'config.rollout.demonstrations={rollout.demonstrations!r}: {name!r} does not train on '
-        'demonstrations: set --config.algorithm.imitation=0.1, or --config.algorithm.variant=grao'
-    )
-  sampled = rollout.group_size - rollout.demonstrated
-  if variant.needs_groups and not variant.uses_demonstrations and sampled == 1:
-    raise UserError(
-        f'config.rollout.demonstrated={rollout.demonstrated}: leaves one sampled episode of a '
-        f'group, which config.algorithm.variant={name!r} compares with nothing: lower it, or raise '
-        'group_size'
-    )
-
-
-# What acts on a token's advantage, ratio or weight, and its value without an effect.
-_SURROGATE_ONLY = {
-    'divisor': 'none',
-    'whiten': False,
-    'dual_clip': 0.0,
-    'rollout_is': 'none',
-    'rollout_rs': 'none',
-}
-
-
-def _check_objective(config: Config, variant: Variant) -> None:
-  """Checks settings against an objective that compares rows."""
-  if not variant.compares_rows:
-    return
-  name = variant.described()['objective']
-  reads_episodes = 'aggregation' not in variant.objective_reads
-  has_turns = variant.advantage == 'turn_zscore'
-  if (has_turns and reads_episodes) or not variant.needs_groups:
-    raise UserError(
-        f'config.algorithm.objective={name!r} reads one advantage per episode, compared within a '
-        f'group, and advantage={variant.described()["advantage"]!r} has none: set '
-        '--config.algorithm.advantage=group_centred'
-    )
-  for column, neutral in _SURROGATE_ONLY.items():
-    value = getattr(variant, column)
-    if value != neutral:
-      raise UserError(
-          f'config.algorithm.{column}={value!r} acts on the surrogate of a token, and '
-          f'objective={name!r} has none: set --config.algorithm.{column}={neutral}'
-      )
-  if 'uniform' in variant.needs and variant.old_logp == 'sampler':
-    raise UserError(
-        f"config.algorithm.old_logp='sampler': objective={name!r} compares with the values of the "
-        "trainer's policy before the update, and the ratio would start from another policy: set "
-        '--config.algorithm.old_logp=trainer'
-    )
-  group_size = config.rollout.group_size
-  if config.train.mini_batch % group_size:
-    raise UserError(
-        f'config.train.mini_batch={config.train.mini_batch} would split a group, and '
-        f'config.algorithm.objective={name!r} compares its episodes: choose a multiple of '
-        f'config.rollout.group_size={group_size}'
     )
 
 

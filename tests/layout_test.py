@@ -15,9 +15,9 @@ from stppo_jax.models import lora
 from stppo_jax.models import presets
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sampling_mesh
 from stppo_jax.types import UserError
 from tests.support import collectives
 
@@ -51,7 +51,7 @@ def make_sampler(split, config=CONFIG, **settings):
   rows = None
   if split is not None:
     mesh = training_mesh(split[0] * split[1])
-    rows = sharding.rows(layout.make_mesh(mesh, config, split))
+    rows = sharding.rows(sampling_mesh.make_mesh(mesh, config, split))
   settings = dict(rows=8, slot_buckets=(32,), chunk_buckets=(4,), steps=8) | settings
   config = dataclasses.replace(config, row_sharding=rows)
   stops = np.zeros((2, config.vocab_size - 5), np.int32)  # five ids are not the tokenizer's
@@ -241,23 +241,23 @@ class MeshTest(parameterized.TestCase):
   )
   def test_the_default_by_the_size_of_the_copy(self, name, devices, wanted):
     model = dataclasses.replace(presets.PRESETS[name], dtype='bfloat16')
-    found = layout._smallest_tensor(devices, model)
+    found = sampling_mesh._smallest_tensor(devices, model)
     self.assertEqual((devices // found, found), wanted)
 
   @parameterized.parameters((((8, -1)), (8, 1)), ((-1, 4), (2, 4)), ((2, 4), (2, 4)), ((), (8, 1)))
   def test_sizes(self, sizes, wanted):
-    mesh = layout.make_mesh(training_mesh(), CONFIG, sizes)
+    mesh = sampling_mesh.make_mesh(training_mesh(), CONFIG, sizes)
     self.assertEqual(mesh.devices.shape, (wanted[0], 1, wanted[1]))
     self.assertEqual(list(mesh.devices.flat), list(training_mesh().devices.flat))
 
   @parameterized.parameters((3, 2), (-1, 3), (4, 4), (16, 1), (-1, -1), (0, 8), (8,))
   def test_sizes_that_are_not_the_devices(self, *sizes):
     with self.assertRaisesRegex(UserError, r'^config.rollout.mesh=[^\n]* 8 devices[^\n]*$'):
-      layout.make_mesh(training_mesh(), CONFIG, sizes)
+      sampling_mesh.make_mesh(training_mesh(), CONFIG, sizes)
 
   def test_key_heads_that_do_not_divide(self):
     with self.assertRaisesRegex(UserError, r'^[^\n]*tensor=8 [^\n]* 4 key heads[^\n]*1, 2, 4$'):
-      layout.make_mesh(training_mesh(), CONFIG, (1, 8))
+      sampling_mesh.make_mesh(training_mesh(), CONFIG, (1, 8))
 
 
 def policy_shapes():

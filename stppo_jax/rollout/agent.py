@@ -21,7 +21,6 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import layout
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
@@ -184,4 +183,6 @@ def row_sharding(
   """Returns the sharding of the sampler's rows over the devices of `mesh`; None: one device."""
   if mesh is None or mesh.size == 1:
     return None
-  return sharding.rows(layout.make_mesh(mesh, model, config.rollout.mesh))
+  from stppo_jax.rollout import sampling_mesh
+
+  return sharding.rows(sampling_mesh.make_mesh(mesh, model, config.rollout.mesh))

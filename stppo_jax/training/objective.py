@@ -149,7 +149,7 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
     (
         'serve.agent_timeout_s serve.on_crash',
         'env.kind=gateway:.. or verifiers:..',
-        lambda c, v: validation.is_program(c),
+        lambda c, v: c.env.is_program,
     ),
     ('log.tracker', 'log.project', lambda c, v: bool(c.log.project)),
     ('log.episodes_every', 'log.episodes=True', lambda c, v: c.log.episodes),
@@ -288,7 +288,7 @@ def warn_of_settings(config: Config, variant: Variant) -> None:
         name,
         way_out,
     )
-  if validation.is_cut(config):
+  if config.rollout.is_cut:
     logging.warning(
         'config.rollout.top_p=%g, top_k=%d: the log-probs of the sampler are those of the cut '
         'distribution, and the log-probs of the trainer are those of the whole one. Every ratio '

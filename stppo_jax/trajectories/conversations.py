@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stppo_jax import cells
 from stppo_jax import row_files
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
-from stppo_jax.row_files import shown
 from stppo_jax.serving import template as template_lib
+from stppo_jax.types import shown
 
 Message = dict[str, Any]
 
@@ -68,7 +69,7 @@ def read(path: pathlib.Path, min_reward: float) -> Iterator[tuple[row_files.File
   """
   is_table = path.name.lower().endswith('.parquet')
   for row in row_files.read(path, COLUMNS if is_table else ()):
-    fields = row_files.without_nulls(row.fields) if is_table else row.fields
+    fields = cells.without_nulls(row.fields) if is_table else row.fields
     try:
       with row_files.explain(path, row.number):
         conversation = _conversation(fields, min_reward)
@@ -107,7 +108,7 @@ def _conversation(fields, min_reward):
         messages.insert(0, _text_message('system', system))
       return _checked(Conversation(messages, tools, split))
   raise ValueError(
-      f'no conversation in the columns {row_files.listed(fields)}: messages, conversations, or '
+      f'no conversation in the columns {cells.listed(fields)}: messages, conversations, or '
       'prompt and completion are needed'
   )
 
@@ -123,7 +124,7 @@ def _checked(conversation):
 
 
 def _parsed(value):
-  return row_files.parsed(value) if isinstance(value, str) else value
+  return cells.parsed(value) if isinstance(value, str) else value
 
 
 def _text_message(role, content):
@@ -150,7 +151,7 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
   message: Message = {'role': role, 'content': content}
   calls = _parsed(raw.get('tool_calls'))
   if own_role == 'function_call':  # ShareGPT's call is the text
-    calls = row_files.parsed(content)
+    calls = cells.parsed(content)
     calls = calls if isinstance(calls, list) else [calls]
     message['content'] = ''
   if calls:
@@ -187,7 +188,7 @@ def _call(name, call):
     raise ValueError(f'column {name!r} has the call {shown(call)}: a function name is needed')
   arguments = function.get('arguments') or {}
   if isinstance(arguments, str):
-    arguments = row_files.parsed(arguments)
+    arguments = cells.parsed(arguments)
   if not isinstance(arguments, dict):
     raise ValueError(
         f'column {name!r} has the arguments {shown(arguments)} of {function["name"]}: a JSON '

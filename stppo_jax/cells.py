@@ -1,0 +1,67 @@
+"""Cells of tables: lists and dicts that are written as texts, and empty cells."""
+
+import ast
+from collections.abc import Iterable
+import io
+import itertools
+import math
+import tokenize
+from typing import Any
+
+from stppo_jax import types
+
+_MOST_SHOWN = 12  # columns in a message
+
+
+def listed(columns: Iterable[str]) -> str:
+  """Returns the names of columns for a message."""
+  names = list(map(str, columns))
+  more = ', ..' if len(names) > _MOST_SHOWN else ''
+  return ', '.join(names[:_MOST_SHOWN]) + more
+
+
+def without_nulls(value: Any) -> Any:
+  """Returns a value without the null fields that a table adds to its dicts."""
+  if isinstance(value, dict):
+    return {key: without_nulls(item) for key, item in value.items() if not is_null(item)}
+  if isinstance(value, list):
+    return [without_nulls(item) for item in value]
+  return value
+
+
+def is_null(value: Any) -> bool:
+  """Returns whether a cell is empty: None, or the NaN that pandas writes for it."""
+  return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def parsed(text: str) -> Any:
+  """Returns the list or dict that a text writes in JSON or Python, or else the text itself.
+
+  Raises ValueError for NumPy's text of an array, which has no commas.
+  """
+  start = text.lstrip()[:1]
+  if start not in ('[', '{'):
+    return text
+  try:
+    return types.parse_json(text)
+  except (ValueError, RecursionError):
+    pass
+  try:
+    value = types.without_surrogates(ast.literal_eval(text.strip()))
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return text
+  if not isinstance(value, (list, dict)):
+    return text
+  if _joins_strings(text):
+    raise ValueError(f"{types.shown(text)} is NumPy's text of an array: write the list as JSON")
+  return value
+
+
+def _joins_strings(text: str) -> bool:
+  """Returns whether two string literals follow each other, which Python joins to one."""
+  kinds = []
+  for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline):
+    if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT):
+      kinds.append(token.type)
+  pairs = itertools.pairwise(kinds)
+  return (tokenize.STRING, tokenize.STRING) in pairs

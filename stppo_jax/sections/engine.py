@@ -1,0 +1,30 @@
+"""The rules of config.rollout.engine: engines in other processes."""
+
+import re
+
+from stppo_jax.config import ADDRESS
+from stppo_jax.config import Config
+from stppo_jax.types import UserError
+
+
+def check(config: Config) -> None:
+  """Checks settings that do not work with engines in other processes."""
+  rollout = config.rollout
+  given = f'config.rollout.engine={rollout.engine!r}'
+  for address in rollout.engine.split(','):
+    if not re.fullmatch(ADDRESS, address.strip()):
+      raise UserError(f'{given}: give http://HOST:PORT, several of them separated by commas')
+  if rollout.routing_replay == 'sampling':
+    raise UserError(
+        f'{given}: engines do not report the experts that they chose: set '
+        '--config.rollout.routing_replay=old_policy'
+    )
+  if rollout.engine_kind == 'sglang' and config.rollout.is_cut:
+    raise UserError(
+        f'{given}: SGLang reports log-probs without top_k and top_p: set '
+        '--config.rollout.top_k=0 --config.rollout.top_p=1, or take vLLM'
+    )
+  if rollout.engine_kind == 'stppo' and rollout.top_k > 0:
+    raise UserError(
+        f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
+    )
