@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax.envs import factory
+from stppo_jax.envs import isolation
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
@@ -52,7 +52,7 @@ class SeedsTest(parameterized.TestCase):
         jax.random.key(run_seed), [Task(str(i // 4), 'q') for i in range(16)]
     )
     seeds = episode_lib.episode_seeds(keys)
-    envs = [factory.IsolatedEnv(make, seed) for seed in seeds]
+    envs = [isolation.IsolatedEnv(make, seed) for seed in seeds]
     for env, seed in zip(envs, seeds):
       env.reset(seed=seed)
     for _ in range(2):
@@ -73,7 +73,7 @@ class SeedsTest(parameterized.TestCase):
 
   def test_samples_of_a_seeded_task_share_an_instance(self):
     """Also where a game draws from the global random state and ignores its seed."""
-    kind = mock.Mock(side_effect=lambda task, seed, _: factory.IsolatedEnv(UnseededGame, seed))
+    kind = mock.Mock(side_effect=lambda task, seed, _: isolation.IsolatedEnv(UnseededGame, seed))
     agent = mock.Mock(env=kind)
     agent.config = schema.Config()
     tasks = [Task('a', 'q', seed=7)] * 2 + [Task('b', 'q', seed=8), Task('c', 'q'), Task('c', 'q')]
@@ -139,7 +139,7 @@ class SeedsTest(parameterized.TestCase):
     expected = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    env = factory.IsolatedEnv(GlobalRandomGame, 5)
+    env = isolation.IsolatedEnv(GlobalRandomGame, 5)
     env.reset(seed=3)
     env.step('')
     self.assertEqual((random.random(), np.random.rand()), expected)
@@ -154,7 +154,7 @@ class SeedsTest(parameterized.TestCase):
         return outcome
 
     def play(threads):
-      envs = [factory.IsolatedEnv(Slow, seed) for seed in range(8)]
+      envs = [isolation.IsolatedEnv(Slow, seed) for seed in range(8)]
       with futures.ThreadPoolExecutor(threads) as pool:
         for _ in range(3):
           list(pool.map(lambda env: env.step(''), envs))

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import isolation
 from stppo_jax.envs import stepping
 from stppo_jax.stop_signal import StopSignal
 
@@ -89,8 +90,8 @@ class GuardTest(parameterized.TestCase):
     self.assertEqual(info['environment_error'], 'the run stops')
 
   def test_stop_does_not_wait_for_the_random_state(self):
-    self.assertTrue(factory._GLOBAL_RANDOM.acquire(timeout=10))
-    self.addCleanup(factory._GLOBAL_RANDOM.release)
+    self.assertTrue(isolation._GLOBAL_RANDOM.acquire(timeout=10))
+    self.addCleanup(isolation._GLOBAL_RANDOM.release)
     with self.assertRaises(types.Stopped):
       self.make('', True, guard_lib.Guard(stop_signal=StopSignal(lambda: True)))
 

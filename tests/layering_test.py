@@ -104,51 +104,78 @@ READ_THE_CONFIG = {
     'cli/saved_config.py',
 }
 
-# A run imports these if its config names them.
+# A run imports these modules and packages if its config names them.
 OPTIONAL = (
+    'algorithms.checks',
+    'algorithms.objectives',
+    'cells',
+    'cli.atif',
+    'cli.compare',
     'cli.doc_pages',
+    'cli.doctor',
     'cli.help',
+    'cli.imitation',
+    'cli.new',
+    'cli.planning',
+    'cli.policies',
+    'cli.records',
     'cli.saved_config',
+    'cli.serving',
+    'cli.texts',
     'distributed.determinism',
     'distributed.http_client',
+    'distributed.http_server',
     'distributed.messages',
-    'envs.adapters.gem',
-    'envs.adapters.openenv',
-    'envs.adapters.reasoning_gym',
-    'envs.adapters.textarena',
-    'envs.adapters.verifiers',
+    'envs.adapters',
     'envs.commands',
+    'envs.custom_rewards',
+    'envs.isolation',
+    'envs.program',
     'envs.tool_calls',
     'envs.tool_runners',
     'envs.tools',
+    'evaluation.job',
+    'evaluation.players',
+    'evaluation.policy',
+    'models.attention_kernels',
+    'models.convert',
     'models.delta_net',
+    'models.families.experts',
+    'models.families.gemma',
+    'models.families.llama',
+    'models.families.olmo',
+    'models.families.qwen35',
+    'models.families.smollm',
+    'models.families.windowed',
+    'models.head_parts',
+    'models.hf_export',
     'models.lora',
     'models.moe',
+    'models.presets',
+    'models.rope_scaling',
+    'models.vocabulary',
+    'monitoring.shared_folder',
+    'monitoring.tracker',
+    'monitoring.viewer',
+    'planning',
     'public_formats',
     'retrieval.dense',
     'retrieval.http',
     'rollout.demonstrations',
     'rollout.engines',
     'rollout.remote',
+    'rollout.sampling_mesh',
     'rollout.servers',
-    'serving.rollouts',
-    'systems.dars',
-    'systems.distillation',
-    'systems.dpo',
-    'systems.grao',
-    'systems.hl_gauss',
-    'systems.ipo',
-    'systems.ospo',
-    'systems.p3o',
-    'systems.ppo_max',
-    'systems.rover',
-    'systems.sppo',
-    'systems.superhf',
-    'systems.tdpo',
+    'rollout.split_envs',
+    'row_objects',
+    'row_tables',
+    'sections',
+    'serving',
+    'systems',
+    'training.imitation',
+    'training.sft',
     'training.teacher',
-    'trajectories.atif_reader',
-    'trajectories.atif_writer',
-    'trajectories.saved',
+    'trajectories',
 )
 
 
@@ -195,23 +222,28 @@ class LayeringTest(absltest.TestCase):
     graphlib.TopologicalSorter(graph).prepare()
 
   def test_default_run_imports_no_optional_part(self):
-    """Parts that a config has to name are not imported before."""
+    """The run is checked, and its tasks and models are loaded."""
     code = (
         'import sys\n'
         'from stppo_jax.cli import entry\n'
         'from stppo_jax.training import loop\n'
         'from experiments import st_ppo_tiny\n'
-        'from stppo_jax import components\n'
+        'from stppo_jax import components, validation\n'
+        'from stppo_jax.rollout import prepare\n'
         'from stppo_jax.training import objective\n'
-        'config = st_ppo_tiny.get_config()\n'
-        'components.resolve(config)\n'
+        'config = validation.validate(st_ppo_tiny.get_config())\n'
+        'parts = components.resolve(config).load()\n'
+        'parts.check_prompts(parts.held_out)\n'
         'objective.make_variant(config)\n'
+        'prepare.load_policy(config)\n'
         'print(*sys.modules)\n'
     )
     output = subprocess.run(
         [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     for module in OPTIONAL:
+      path = PACKAGE / module.replace('.', '/')
+      self.assertTrue(path.is_dir() or path.with_suffix('.py').is_file(), module)
       self.assertNotIn(f'stppo_jax.{module}', output)
 
   def test_experiments_hold_configs_and_nothing_else(self):

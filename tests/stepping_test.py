@@ -8,7 +8,7 @@ from absl.testing import absltest
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.envs import factory
+from stppo_jax.envs import isolation
 from stppo_jax.envs import search
 from stppo_jax.envs import stepping
 from tests.search_env_test import ANSWER
@@ -94,7 +94,7 @@ class StepAllTest(absltest.TestCase):
           stepping.step_all([env], ['a'])
     with mock.patch.object(ForeignEnv, 'step', return_value=None):  # not the name of a wrapper
       with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned None'):
-        stepping.step_all([factory.IsolatedEnv(ForeignEnv, 0)], ['a'])
+        stepping.step_all([isolation.IsolatedEnv(ForeignEnv, 0)], ['a'])
     for found in ('text', ('text',), (1, {})):
       with mock.patch.object(env, 'reset', return_value=found):
         with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):

@@ -17,12 +17,12 @@ import transformers
 
 from stppo_jax import config as schema
 from stppo_jax import tasks
-from stppo_jax import thoughts
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
+from stppo_jax.serving import stop_strings
 from stppo_jax.serving import template as template_lib
 from tests.support import tiny_tokenizer
 
@@ -526,7 +526,7 @@ class StopAutomatonTest(parameterized.TestCase):
   def test_no_stop_string_is_found_in_thought(self, pieces, in_thought):
     text = ''.join(pieces)
     table = chat.stop_automaton([bytes([b]) for b in range(256)], STOPS, skips_thoughts=True)
-    search = thoughts.StopSearch(STOPS, in_thought)
+    search = stop_strings.StopSearch(STOPS, in_thought)
     state = chat.THOUGHT_STATE if in_thought else 0
     outside = '' if in_thought else text.partition('<think>')[0]
     rest = text if in_thought else text.partition('<think>')[2]
@@ -543,10 +543,10 @@ class StopAutomatonTest(parameterized.TestCase):
       if ends[-1]:
         break
     self.assertEqual(any(ends), has_stop)
-    whole = thoughts.StopSearch(STOPS, in_thought)
+    whole = stop_strings.StopSearch(STOPS, in_thought)
     self.assertEqual(whole.feed(text.encode()), has_stop)
     self.assertEqual(
-        thoughts.cut('<think>' * in_thought + text, STOPS)[len('<think>' * in_thought) :],
+        stop_strings.cut('<think>' * in_thought + text, STOPS)[len('<think>' * in_thought) :],
         text[: len(ends)],
     )
 

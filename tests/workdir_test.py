@@ -21,6 +21,7 @@ from stppo_jax.distributed import hosts
 from stppo_jax.distributed import messages
 from stppo_jax.models import presets
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import shared_folder
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.training import learner
 from stppo_jax.training import recovery
@@ -228,7 +229,7 @@ class SharedFolderTest(parameterized.TestCase):
     def run(i):
       here.index = i
       try:
-        recovery.check_shared(folders[i])
+        shared_folder.check(folders[i])
       except UserError as error:
         return str(error)
       return ''
@@ -237,7 +238,7 @@ class SharedFolderTest(parameterized.TestCase):
         mock.patch.object(jax, 'process_count', lambda: 2),
         mock.patch.object(jax, 'process_index', lambda: here.index),
         mock.patch.object(hosts, '_exchange', lambda: exchanges[here.index]),
-        mock.patch.object(workdirs, '_APPEARS_S', 0.0),
+        mock.patch.object(shared_folder, '_APPEARS_S', 0.0),
     ):
       return processes.in_threads(2, run)
 
@@ -259,7 +260,7 @@ class SharedFolderTest(parameterized.TestCase):
       if now[0] == 12.0:
         workdirs.write_whole(os.path.join(self.folders[0], 'nonce'), 'abc')
 
-    sees = functools.partial(workdirs.sees_nonce, sleep=sleep, clock=lambda: now[0])
+    sees = functools.partial(shared_folder.sees_nonce, sleep=sleep, clock=lambda: now[0])
     self.assertTrue(sees(self.folders[0], 'abc'))
     self.assertEqual(now[0], 12)
     self.assertFalse(sees(self.folders[0], 'xyz'))

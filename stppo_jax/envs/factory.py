@@ -3,25 +3,17 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextvars
 import dataclasses
-import functools
 import inspect
-import random
-import threading
 from typing import Any
-
-import numpy as np
 
 from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import guarded
 from stppo_jax.envs import protocol
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
-
-_GLOBAL_RANDOM = threading.Lock()  # held while the global random state is an environment's
-_HOLDS = contextvars.ContextVar('holds', default=False)  # whether this call is made under the lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +75,13 @@ class EnvFactory:
     env: Any
     try:
       if self.uses_global_random:
-        env = IsolatedEnv(make, seed, guard)
+        from stppo_jax.envs import isolation
+
+        env = isolation.IsolatedEnv(make, seed, guard)
       elif guard is guard_lib.IN_PLACE:
         env = make()
       else:
-        env = GuardedEnv(make, guard)
+        env = guarded.GuardedEnv(make, guard)
     except ENDS_RUN:
       raise
     except Exception as error:  # the environment's code may raise anything
@@ -163,67 +157,6 @@ def make_factory(
   return factory
 
 
-class GuardedEnv:
-  """An environment whose methods are called through a guard."""
-
-  def __init__(self, make: Callable[[], protocol.Env], guard: guard_lib.Guard):
-    self.guard = guard
-    self.env = self._run('__init__', make)
-
-  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
-    """Calls the environment's `reset`."""
-    return self._run('reset', self.env.reset, seed=seed)
-
-  def step(self, action: str, **kwargs: Any) -> protocol.Step:
-    """Calls the environment's `step`."""
-    return self._run('step', self.env.step, action, **kwargs)
-
-  def __getattr__(self, name: str) -> Any:
-    if name == 'env':  # its constructor is still running
-      raise AttributeError(name)
-    value = getattr(self.env, name)
-    if name == 'query' and callable(value):
-      return functools.partial(self.guard.call, name, value)
-    return value
-
-  def _run(self, name, function, *args, **kwargs):
-    return self.guard.call(name, function, *args, **kwargs)
-
-
-class IsolatedEnv(GuardedEnv):
-  """An environment with its own state of Python's and NumPy's global random generators.
-
-  The state starts from the episode's seed and is kept between calls. So an environment that draws
-  from the global generators without seeding them plays a different game in each episode, and the
-  same games in a repeated run. A lock keeps calls in different threads apart. A call that is
-  left running loses the lock, and what it still draws is drawn from the process's state.
-  """
-
-  def __init__(
-      self, make: Callable[[], protocol.Env], seed: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
-  ):
-    self._state = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
-    super().__init__(make, guard)
-
-  def _run(self, name, function, *args, **kwargs):
-    holds_already = _HOLDS.get()  # an environment within an environment
-    if not holds_already:
-      self.guard.acquire(_GLOBAL_RANDOM)
-    token = _HOLDS.set(True)
-    outer = _global_random()
-    try:
-      _set_global_random(self._state)
-      if holds_already:
-        return function(*args, **kwargs)
-      return self.guard.call(name, function, *args, **kwargs)
-    finally:
-      self._state = _global_random()
-      _set_global_random(outer)
-      _HOLDS.reset(token)
-      if not holds_already:
-        _GLOBAL_RANDOM.release()
-
-
 class FailedEnv:
   """Stands for an environment whose constructor raised an error. `reset` raises it again."""
 
@@ -245,15 +178,5 @@ def class_name(env: Any) -> str:
   """Returns the name of an environment's class for messages."""
   if isinstance(env, FailedEnv):
     return env.name
-  inner = env.env if isinstance(env, GuardedEnv) else env
+  inner = env.env if isinstance(env, guarded.GuardedEnv) else env
   return type(inner).__qualname__
-
-
-def _global_random():
-  return random.getstate(), np.random.get_state()
-
-
-def _set_global_random(state):
-  python_state, numpy_state = state
-  random.setstate(python_state)
-  np.random.set_state(numpy_state)

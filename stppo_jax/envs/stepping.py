@@ -15,6 +15,7 @@ from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import guarded
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
@@ -127,7 +128,7 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
     retriever = envs[rows[0]].retriever
     texts = [queries[row] for row in rows]
     first = envs[rows[0]]
-    guard = first.guard if isinstance(first, factory.GuardedEnv) else guard_lib.IN_PLACE
+    guard = first.guard if isinstance(first, guarded.GuardedEnv) else guard_lib.IN_PLACE
     results = call_retriever(retriever, texts, top_k, guard)
     is_list = types.is_of(results, _Results)
     if not is_list or len(results) != len(rows):

@@ -31,6 +31,7 @@ from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.serving import stop_strings
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -192,7 +193,7 @@ class RemotePlayer(players.Player):
   def _action_text(self, text: str) -> str:
     """Returns a turn as the environment reads it, also if the template has opened its thought."""
     text = thoughts.completed(text)
-    return thoughts.cut(text, self._env.stop_strings) if self._env.skips_thoughts else text
+    return stop_strings.cut(text, self._env.stop_strings) if self._env.skips_thoughts else text
 
 
 def _add_turn(

@@ -1,6 +1,5 @@
 """The folder of a run. It belongs to one config, and at any time to one process."""
 
-from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -11,9 +10,7 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import socket
-import time
 from typing import Any
 
 from absl import logging
@@ -22,7 +19,6 @@ from stppo_jax.monitoring import metrics
 from stppo_jax.types import read_json
 from stppo_jax.types import UserError
 
-_APPEARS_S = 30.0  # a new file is visible to all clients of a network file system within this time
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _MAX_SHOWN = 4  # differences in an error
 
@@ -69,37 +65,6 @@ def lock(workdir: str) -> Iterator[None]:
     file.write(f'process {os.getpid()} on {socket.gethostname()}')
     file.flush()
     yield
-
-
-def write_nonce(workdir: str) -> str:
-  """Writes a new text into `workdir`; returns it."""
-  nonce = secrets.token_hex(8)
-  write_whole(os.path.join(workdir, 'nonce'), nonce)
-  return nonce
-
-
-def sees_nonce(
-    workdir: str,
-    nonce: str,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> bool:
-  """Returns whether this process reads that text in `workdir`; waits for it to appear."""
-  deadline = clock() + _APPEARS_S
-  while True:
-    with contextlib.suppress(OSError):
-      with open(os.path.join(workdir, 'nonce'), encoding='utf-8') as file:
-        if file.read() == nonce:
-          return True
-    if clock() >= deadline:
-      return False
-    sleep(1.0)
-
-
-def remove_nonce(workdir: str) -> None:
-  """Removes that file."""
-  with contextlib.suppress(OSError):
-    os.remove(os.path.join(workdir, 'nonce'))
 
 
 def claim(

@@ -29,13 +29,13 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import thoughts
 from stppo_jax.distributed import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
 from stppo_jax.serving import grammars as grammars_lib
 from stppo_jax.serving import prompt_scores
+from stppo_jax.serving import stop_strings
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -117,7 +117,7 @@ class _CacheRow(slots_lib.ActiveSequence):
   owner: str = ''  # its last request's
   matcher: grammars_lib.Matcher | None = None  # place of the request in its grammar
   text: bytes = b''  # end of the turn so far, as long as the longest stop string
-  call_stops: thoughts.StopSearch | None = None  # looks for those of calls in the turn
+  call_stops: stop_strings.StopSearch | None = None  # looks for those of calls in the turn
   used: int = 0  # when; the least recent idle row is overwritten first
 
 
@@ -435,7 +435,7 @@ class Scheduler:
     row.text = b''
     row.call_stops = None
     if request.call_stop:
-      row.call_stops = thoughts.StopSearch(request.call_stop, request.in_thought)
+      row.call_stops = stop_strings.StopSearch(request.call_stop, request.in_thought)
     row.tokens[: len(ids)] = ids
     row.length = common
     row.ids = ids[common:].tolist()

@@ -30,7 +30,6 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
 from stppo_jax.types import RunError
-from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
 Ahead = batching.Sampled | batching.Unsampled
@@ -69,27 +68,13 @@ def hold_workdir(config: config_lib.Config, workdir: str) -> Iterator[None]:
   """
   workdir_lib.check_path(workdir)
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    check_shared(workdir)
+    if jax.process_count() > 1:
+      from stppo_jax.monitoring import shared_folder
+
+      shared_folder.check(workdir)
     claim(config, workdir)
     hosts.by_writer(provenance.record, workdir)
     yield
-
-
-def check_shared(workdir: str) -> None:
-  """Refuses a `workdir` in which the other processes do not see what process 0 writes.
-
-  Such a run would train until its first checkpoint, and then wait for the files of the others.
-  """
-  if jax.process_count() == 1:
-    return
-  nonce = hosts.by_writer(workdir_lib.write_nonce, workdir)
-  seen = hosts.share(hosts.is_writer() or workdir_lib.sees_nonce(workdir, nonce))
-  hosts.by_writer(workdir_lib.remove_nonce, workdir)
-  if not all(seen):
-    raise UserError(
-        f'--workdir={workdir!r}: process {seen.index(False)} does not see what process 0 writes '
-        f'there: {_SHARED}, such as one on NFS'
-    )
 
 
 def claim(config: config_lib.Config, workdir: str) -> None:

@@ -51,7 +51,7 @@ class ScriptedScheduler:
     """Returns the number of tokens that are sampled."""
     calls = None
     if request.call_stop:
-      calls = scheduler_lib.thoughts.StopSearch(request.call_stop, request.in_thought)
+      calls = scheduler_lib.stop_strings.StopSearch(request.call_stop, request.in_thought)
     text = b''
     for number, token in enumerate(ids, start=1):
       piece = self._tokenizer.token_bytes[token]
