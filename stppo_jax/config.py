@@ -17,7 +17,7 @@ from stppo_jax.types import setting
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # matrices of gated delta-net layers
-ADDRESS = r'https?://[^\s/]+(/\S*)?'  # of a server
+ADDRESS = r'https?://[^\s/]+(/\S*)?'  # the address of a server
 
 
 # The formatter is off, so that each setting takes few lines.

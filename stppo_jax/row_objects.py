@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stppo_jax import types
 
 
-class Row(NamedTuple):
+class NamedRow(NamedTuple):
   """A row, and its names in the value that holds it."""
 
   fields: dict[str, Any]
@@ -16,27 +16,27 @@ class Row(NamedTuple):
   group: str = ''  # the name of the set of rows, where an object holds several sets
 
 
-def rows(value: Any) -> Iterator[Row]:
+def rows(value: Any) -> Iterator[NamedRow]:
   """Yields the rows of a JSON value. ValueError: something else is among them."""
   if isinstance(value, dict):
     if _holds_rows(value):
       yield from _rows_of_object(value)
     else:
-      yield Row(value)
+      yield NamedRow(value)
     return
   for fields in value:
     if not isinstance(fields, dict):
       raise ValueError(f'row {types.shown(fields)} of the JSON array: an object is needed')
-    yield Row(fields)
+    yield NamedRow(fields)
 
 
-def _rows_of_object(value: Mapping[str, Any]) -> Iterator[Row]:
+def _rows_of_object(value: Mapping[str, Any]) -> Iterator[NamedRow]:
   """Yields the rows in a JSON object: those of its lists, or those it holds by their names."""
   lists = {name: item for name, item in value.items() if _is_rows(item)}
   for name, items in lists.items():
     group = name if len(lists) > 1 else ''
     for row in items:
-      yield Row(row, group=group)
+      yield NamedRow(row, group=group)
   if lists:
     return
   for name, fields in value.items():
@@ -48,10 +48,10 @@ def _rows_of_object(value: Mapping[str, Any]) -> Iterator[Row]:
           "pandas does with orient='records', lines=True"
       )
     if not is_set:
-      yield Row(dict(fields), name)
+      yield NamedRow(dict(fields), name)
       continue
     for key, row in fields.items():
-      yield Row(dict(row), key, name)
+      yield NamedRow(dict(row), key, name)
 
 
 def _holds_rows(fields: Mapping[str, Any]) -> bool:

@@ -49,8 +49,8 @@ from typing import Protocol
 from typing import runtime_checkable
 from typing import TypedDict
 
-PROGRAM_PREFIX = 'gateway'  # of `env.kind`, for an agent program: see program.py
-COMMAND_PREFIX = f'{PROGRAM_PREFIX}:command:'  # for a program that is a command: see commands.py
+PROGRAM_PREFIX = 'gateway'  # `env.kind` of an agent program starts with it, see program.py
+COMMAND_PREFIX = f'{PROGRAM_PREFIX}:command:'  # a program that is a command, see commands.py
 FRAMES = ('inline', 'user', 'tool')
 
 
