@@ -25,6 +25,7 @@ from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sequences
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 
@@ -38,10 +39,10 @@ class Agent:
   model: decoder.ModelConfig  # the policy's shape
   env: factory.EnvFactory  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
-  sampler: Any  # a `Sampler` at the training temperature, or a `RemoteSampler`
+  sampler: Any  # a sequences.PolicySampler at the training temperature
   greedy: Any  # evaluation's; shares the compiled programs
-  report: engine.Report | None = None  # about the newest `play`
-  run: Callable[..., engine.Report] = engine.run  # plays the sequences, see `episode.play`
+  report: sequences.Report | None = None  # about the newest `play`
+  run: sequences.Play = engine.run  # samples the turns
   batches: type[pipeline.Batches] = pipeline.Batches  # how a run plays its batches
 
   def play(

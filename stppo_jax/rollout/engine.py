@@ -20,12 +20,10 @@ with one slot bucket two runs with threads are bitwise equal.
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
-import operator
 import time
 from typing import Any
 from typing import NamedTuple
@@ -39,72 +37,24 @@ from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sequences as sequences_lib
 from stppo_jax.rollout import slots as slots_lib
-from stppo_jax.rollout.env_pool import Prompt
-from stppo_jax.rollout.env_pool import TurnCompletion
+from stppo_jax.rollout.sequences import Prompt
+from stppo_jax.rollout.sequences import Report
+from stppo_jax.rollout.sequences import TurnCompletion
 
 CALLS = 2  # in progress at once: queued on an accelerator, side by side on a CPU
 
 
-@dataclasses.dataclass
-class Report:
-  """The work of a run. The seconds are the host's, and add up to the whole."""
-
-  seconds: dict[str, float] = dataclasses.field(
-      default_factory=lambda: {'prefill': 0.0, 'decode': 0.0, 'env': 0.0}
-  )
-  prefill_tokens: int = 0
-  shared_tokens: int = 0  # prompt tokens copied from the context of an equal prompt instead
-  sampled_tokens: int = 0
-  decode_steps: int = 0  # each of one group
-
-  @property
-  def rows_busy(self) -> float:
-    """Mean number of rows of a group that sampled, over all decode steps."""
-    return self.sampled_tokens / max(self.decode_steps, 1)
-
-  def __add__(self, other: 'Report') -> 'Report':
-    """Returns the report of both runs, one after the other."""
-    mine = dataclasses.asdict(self)
-    sums = jax.tree.map(operator.add, mine, dataclasses.asdict(other))
-    return Report(**sums)
-
-  def metrics(self) -> dict[str, float]:
-    """Returns the report under the names of metrics.jsonl.
-
-    Without decode steps nothing was sampled here, or engines in other processes have sampled, whose
-    work is not known.
-    """
-    metrics = {
-        'timing_s/gen_decode': self.seconds['decode'],
-        'timing_s/gen_env': self.seconds['env'],
-    }
-    if self.decode_steps:
-      metrics |= {
-          'timing_s/gen_prefill': self.seconds['prefill'],
-          'perf/rows_busy': self.rows_busy,
-          'perf/decode_steps': self.decode_steps,
-          'perf/prefill_tokens': self.prefill_tokens,
-          'perf/shared_tokens': self.shared_tokens,
-      }
-    return metrics
-
-
 def run(
     sampler: sampler_lib.Sampler,
-    params: Any,  # or a list: sequence r of an environment is sampled with params[r]
+    params: Any,
     prompts: Sequence[Prompt],
-    keys: jax.Array,  # [sequences], or [environments,R] of sequences that take turns
-    respond: Callable[
-        [list[TurnCompletion]], list[Prompt]
-    ],  # called from threads, if there are any
-    threads: int = 0,  # calls of `respond` in progress at once; 0: none, the engine waits for each
+    keys: jax.Array,
+    respond: sequences_lib.Respond,
+    threads: int = 0,
 ) -> Report:
-  """Plays every sequence to its end. A sequence with budget 0 waits until it is given a prompt.
-
-  Sequences start in the order in which they are given. An exception of `respond` ends the run, and
-  is raised here.
-  """
+  """Plays every sequence to its end, see `sequences.Play`. They start in the given order."""
   chex.assert_equal(len(prompts), keys.size)
   with contextlib.ExitStack() as resources:
     pool = resources.enter_context(env_pool.EnvPool(respond, threads))

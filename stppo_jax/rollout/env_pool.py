@@ -1,38 +1,19 @@
 """Steps the environments of a rollout, in threads or at once: completions in, prompts out."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
 from concurrent import futures
 import contextvars
-import dataclasses
 
 import chex
 
-from stppo_jax import types
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """What follows in a sequence before the agent's next turn."""
-
-  ids: Sequence[int]  # to prefill
-  budget: int  # most tokens of the turn that follows; 0 ends the environment's sequences
-  sequence: int | None = None  # the sequence that continues; None: the one whose turn ended
-  stop_state: int = 0  # state of the stop automaton at the start of the turn
-
-
-@dataclasses.dataclass(frozen=True)
-class TurnCompletion:
-  """A turn of the agent that ended."""
-
-  index: int  # number of its sequence
-  turn: types.Turn  # without an observation
+from stppo_jax.rollout.sequences import Prompt
+from stppo_jax.rollout.sequences import Respond
+from stppo_jax.rollout.sequences import TurnCompletion
 
 
 class EnvPool:
   """Calls `respond`, which steps environments, in threads or at once. A context manager."""
 
-  def __init__(self, respond: Callable[[list[TurnCompletion]], list[Prompt]], threads: int):
+  def __init__(self, respond: Respond, threads: int):
     self._respond = respond
     self._pool = futures.ThreadPoolExecutor(threads, 'rollout') if threads else None
     self._calls: dict[futures.Future, list[TurnCompletion]] = {}

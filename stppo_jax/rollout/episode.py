@@ -31,8 +31,9 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sequences
 
-_OVER = engine.Prompt(ids=(), budget=0)
+_OVER = sequences.Prompt(ids=(), budget=0)
 # Random streams that are folded into a sequence's key. Its tokens fold in their positions.
 _SEED_STREAM = np.uint32(2**32 - 1)
 _ROLE_STREAM = np.uint32(2**31)  # plus the number of a role, for all roles but the first
@@ -77,8 +78,8 @@ def play(
     tokenizer: tokenizer_lib.Tokenizer,
     inputs: EpisodeInputs,
     rules: EpisodeRules,
-    run: Callable[..., engine.Report] = engine.run,
-) -> tuple[list[types.Episode], engine.Report]:
+    run: sequences.Play = engine.run,
+) -> tuple[list[types.Episode], sequences.Report]:
   """Returns one episode per environment and role, in the same order, and a report of the work.
 
   `run` plays the sequences with the sampler.
@@ -93,7 +94,7 @@ def play(
   num_roles = rules.env.rows_per_episode
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
-  prompts: list[engine.Prompt] = []  # one per environment and role
+  prompts: list[sequences.Prompt] = []  # one per environment and role
   seeds = reset_seeds(inputs.keys, inputs.tasks)
   resets = rules.map_resets(stepping.reset, inputs.envs, seeds)
   for task, group, reset in zip(inputs.tasks, inputs.groups, resets, strict=True):
@@ -110,7 +111,7 @@ def play(
   )
   reset_s = time.perf_counter() - started
 
-  def respond(completions: list[engine.TurnCompletion]) -> list[engine.Prompt]:
+  def respond(completions: list[sequences.TurnCompletion]) -> list[sequences.Prompt]:
     numbers = [completion.index // num_roles for completion in completions]
     texts = [states[i].action_text(turn.turn.tokens) for i, turn in zip(numbers, completions)]
     envs = [inputs.envs[i] for i in numbers]
@@ -236,7 +237,7 @@ class EpisodeState:
     """Returns a turn of the active role as its environment reads it: with `opening`."""
     return self.opening + action_text(self._framing.tokenizer, tokens)
 
-  def observe(self, observation: str, info: Mapping[str, Any]) -> engine.Prompt:
+  def observe(self, observation: str, info: Mapping[str, Any]) -> sequences.Prompt:
     """Gives an observation to the role that moves next; returns its prompt.
 
     An observation that does not fit ends the episode.
@@ -249,7 +250,7 @@ class EpisodeState:
     prompt = self._read(self.episodes[self.active_role], observation, info)
     return prompt or self.end(truncated=True)
 
-  def record(self, turn: types.Turn, outcome: protocol.Step) -> engine.Prompt:
+  def record(self, turn: types.Turn, outcome: protocol.Step) -> sequences.Prompt:
     """Adds a turn of the active role and its outcome; returns the prompt of the next turn."""
     observation, reward, terminated, truncated, info = outcome
     self._add_turn(self.episodes[self.active_role], turn, reward, info)
@@ -300,7 +301,7 @@ class EpisodeState:
     stop_state = 0
     if self._skips_thoughts and self._framing.tokenizer.opening(ids):
       stop_state = tokenizer_lib.THOUGHT_STATE
-    return engine.Prompt(ids, budget, self.sequence, stop_state)
+    return sequences.Prompt(ids, budget, self.sequence, stop_state)
 
   def _fail(self, info, when):
     """Masks the episodes of an environment whose code raised, or took too long.
@@ -326,7 +327,7 @@ class EpisodeState:
       episode.failed = True
       episode.error = error
 
-  def end(self, truncated: bool) -> engine.Prompt:
+  def end(self, truncated: bool) -> sequences.Prompt:
     """Ends the episode of each role; returns the prompt of a sequence that is over."""
     tokenizer = self._framing.tokenizer
     for episode in self.episodes:

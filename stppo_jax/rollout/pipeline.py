@@ -28,8 +28,8 @@ from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import stepping
 from stppo_jax.retrieval import protocol
-from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import sequences
 from stppo_jax.rollout.batching import batch_keys
 from stppo_jax.rollout.batching import Sampled
 from stppo_jax.rollout.batching import Unsampled
@@ -121,7 +121,7 @@ class Batches:
 
   def _measured(self, rounds, groups):
     """Returns the metrics of a batch of these groups."""
-    measured = sum((one_round.report for one_round in rounds), engine.Report()).metrics()
+    measured = sum((one_round.report for one_round in rounds), sequences.Report()).metrics()
     measured['env/replays'] = sum(one_round.replays for one_round in rounds)
     if self.max_num_gen_batches > 1:
       played_groups = _joined(one_round.groups.values() for one_round in rounds)
@@ -218,7 +218,7 @@ class _Round:
 
   episodes: list[types.Episode]
   replays: int
-  report: Any  # engine.Report
+  report: Any  # sequences.Report
   groups: dict[int, list[types.Episode]]  # number of a group -> its rows
 
 

@@ -40,9 +40,9 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
-from stppo_jax.rollout import engine as engine_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sequences
 from stppo_jax.rollout import servers
 from stppo_jax.stop_signal import StopSignal
 
@@ -514,26 +514,26 @@ class RemoteSampler:
 def run(
     sampler: RemoteSampler,
     weights: RemoteWeights,
-    prompts: Sequence[env_pool.Prompt],
+    prompts: Sequence[sequences.Prompt],
     keys: jax.Array,
-    respond: Callable[[list[env_pool.TurnCompletion]], list[env_pool.Prompt]],
+    respond: sequences.Respond,
     threads: int = 0,
-) -> engine_lib.Report:
-  """Plays every sequence to its end, as `engine.run` does. The keys have no effect.
+) -> sequences.Report:
+  """Plays every sequence to its end, see `sequences.Play`. The keys have no effect.
 
   Each request has a thread that waits for its answer. This thread alone gives turns to the
   environments and starts requests, so turns that end together step their environments together.
   """
   del keys
   fleet = sampler.fleet
-  report = engine_lib.Report()
+  report = sequences.Report()
   contexts = [list(prompt.ids) for prompt in prompts]
   # The last one is played next, so that a sequence in progress comes before a new one.
   waiting = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
   turns: set[futures.Future] = set()  # in progress
 
   def play_turn(index, request):
-    return env_pool.TurnCompletion(index, fleet.sample(request, weights, index))
+    return sequences.TurnCompletion(index, fleet.sample(request, weights, index))
 
   with env_pool.EnvPool(respond, threads) as pool:
     while waiting or turns or pool.in_progress:

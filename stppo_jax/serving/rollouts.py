@@ -30,7 +30,7 @@ from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import engine
+from stppo_jax.rollout import sequences
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
@@ -90,7 +90,7 @@ class ProgramAgent(agent_lib.Agent):
     with gateway.running(self.config, scheduler, self.tokenizer) as server:
       runs = self._run_programs(server, tasks, keys, sampling, stop_signal)
     counts = scheduler.counts
-    self.report = engine.Report(
+    self.report = sequences.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
         counts.prefill_tokens,
         counts.reused_tokens,
