@@ -1,7 +1,7 @@
 """Compares two runs, or two evaluation folders: their settings, and their held-out scores.
 
-The scores are paired: only questions that both have played count, and the interval is that of the
-mean difference over these questions.
+The scores are paired: they include only questions that both have played, and the interval is that
+of the mean difference over these questions.
 """
 
 import collections

@@ -51,7 +51,7 @@ def _has_config(workdir: str) -> bool:
 
 
 def find(file: str) -> str:
-  """Returns the path of an experiment file; of the package's if this folder has no such file."""
+  """Returns the path of an experiment file, in this folder or else in the package."""
   if not file:
     return DEFAULT
   shipped = os.path.join(HOME, file)

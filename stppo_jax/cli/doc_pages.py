@@ -2,7 +2,7 @@
 
 import re
 
-# (pattern of a message, page). The first pattern that matches counts.
+# (pattern of a message, page). The first match is used.
 PAGES = (
     (
         r"no conversation in|column '(messages|conversations|completion|tools)"

@@ -25,7 +25,7 @@ _DICT = dict[str, Any]
 
 @dataclasses.dataclass
 class Flags(Section):
-  """The flags besides those of the config."""
+  """The flags that are not settings of the config."""
 
   config: str = setting(
       '', 'experiment file; FILE:smoke is its smallest form; default: experiments/st_ppo_tiny.py'
@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def _advice(name: str, names: Sequence[str]) -> str:
-  """Returns the names that may have been meant by one that does not exist."""
+  """Returns existing names that are similar to a wrong one."""
   inside = [other for other in names if other.startswith(name + '.')]
   if inside:
     return f'give one of its settings, such as {", ".join(inside[:3])}'
@@ -162,7 +162,7 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
 
 
 def _literal(text: str) -> Any:
-  """Returns the value of a text of JSON or Python. Any other text is a string."""
+  """Returns the value that a text has in JSON or Python. Any other text is a string."""
   for read in (json.loads, ast.literal_eval):
     try:
       return read(text)

@@ -1,4 +1,4 @@
-"""Makes a folder for a task of the user's own, from the templates in assets/new."""
+"""Makes a folder for a new task of the user, from the templates in assets/new."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ _TEMPLATES = pathlib.Path(__file__).parent.parent / 'assets' / 'new'
 
 
 def make(name: str) -> str:
-  """Makes the folder `name` in the current folder; returns the commands to go on with."""
+  """Makes the folder `name` in the current folder; returns the commands to continue with."""
   if not name.isidentifier():
     raise UserError(f'new {name}: give a name of letters, digits and _, such as my_task')
   if os.path.exists(name) or importlib.util.find_spec(name):

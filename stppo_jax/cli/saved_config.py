@@ -1,7 +1,7 @@
 """The config.json of a run's folder, which evaluation, export and serving use without a --config.
 
-A folder may come from a stranger. Code, commands, addresses and folders to write to that its
-config.json names are used with --trust_workdir only.
+A folder may come from a stranger. Its config.json may only name code, commands, addresses and
+output folders with --trust_workdir.
 """
 
 from collections.abc import Collection

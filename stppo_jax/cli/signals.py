@@ -15,9 +15,9 @@ from stppo_jax.stop_signal import StopSignal
 def handled() -> Iterator[StopSignal]:
   """Yields the signal that SIGTERM sets.
 
-  After a Ctrl-C, Python raises KeyboardInterrupt in whatever code is running. A library's callback
-  may ignore it there, so `is_set` raises it again. Until `is_set` is called for the first time
-  there is nothing to save, so SIGTERM raises Stopped at once. If a callback ignores that, the
+  After a Ctrl-C, Python raises KeyboardInterrupt in the code that is running. The callback of a
+  library may swallow the exception, so `is_set` raises it again. Before the first call of `is_set`
+  there is nothing to save, so SIGTERM raises Stopped at once. If a callback swallows that, the
   signal is set.
 
   Training looks at the signal in two places. Between updates `Run.remaining_updates` ends the

@@ -1,8 +1,8 @@
 """The charts of the report: lines of metrics in, charts as plain data out.
 
 page/charts.json names the series of each chart by patterns of metric names. Series that a run did
-not write are left out, and so are charts without series. Metrics that no chart names come last, one
-chart per name.
+not write are left out, and so are charts without series. The other metrics come last, one chart
+per name.
 """
 
 import json

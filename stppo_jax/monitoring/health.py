@@ -32,8 +32,8 @@ class Alarm:
   name: str  # the rule
   metric: str
   value: float
-  bound: float  # the value is beyond it
-  is_new: bool  # the rule was not broken an update before
+  bound: float  # the value is beyond the limit
+  is_new: bool  # the rule was not broken one update earlier
 
   def line(self, window: int) -> str:
     """Returns one line for the log."""

@@ -10,7 +10,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.rollout import batching
 
-# Outcome -> meaning. If several apply, the last one counts.
+# Outcome -> meaning. If several apply, the last one is used.
 MEANINGS = {
     'answered': 'It ended by itself.',
     'truncated': 'It ended at a limit of turns, length or time.',
@@ -27,7 +27,7 @@ def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> d
 
   Args:
     episodes: rows. Several rows may belong to one episode.
-    skipped: numbers of the rows that only optimizer steps without an effect have used.
+    skipped: numbers of the rows that were used only in skipped optimizer steps.
   """
   counts = dict.fromkeys(MEANINGS, 0)
   for rows in batching.rows_by_episode(episodes):

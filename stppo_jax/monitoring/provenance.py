@@ -1,4 +1,4 @@
-"""The provenance of a folder: which code, packages, devices and command have written it."""
+"""The provenance of a folder: the code, packages, devices and command that wrote it."""
 
 import datetime
 import json
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
 def commits(folders: list[str]) -> dict[str, dict[str, Any]]:
   """Returns {root of a repository: its commit, and whether files differ from it}.
 
-  Folders outside a repository are left out, and all of them where there is no git.
+  Leaves out folders outside a repository. Without git the result is empty.
   """
   states = {}
   for folder in folders:

@@ -38,9 +38,8 @@ def trace_updates(
 ) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
-  The trace starts after update first + 1, which compiles, and ends `count` updates later or with
-  the run. If the run would end with update `last` before, the trace starts earlier. `count` 0
-  traces nothing.
+  The trace starts after update first + 1, which compiles, or earlier if the run has fewer updates
+  left. It ends `count` updates later, or with update `last`. `count` 0 traces nothing.
   """
   begin = max(first, min(first + 1, last - count))
   with contextlib.ExitStack() as trace:

@@ -65,7 +65,7 @@ class Tracker:
 def _run_id(workdir: str, name: str, is_resumed: bool) -> tuple[str, bool]:
   """Returns (id, whether it is an old one). The file `name` has the id and the path of its folder.
 
-  The id of a folder that was moved stays. A folder whose original is still there is a copy.
+  A moved folder keeps its id. A folder is a copy if the original still exists.
   """
   path = os.path.join(workdir, name)
   here = os.path.realpath(workdir)

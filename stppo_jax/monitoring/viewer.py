@@ -2,9 +2,9 @@
 
   python run.py --mode=watch --workdir=FOLDER
 
-FOLDER is the folder of a run, or a folder that holds such folders. All numbers are read from files:
-metrics.jsonl, config.json and episodes/*.jsonl. The server does not connect to the process that
-trains. The page asks these addresses:
+FOLDER is the folder of a run, or a folder that contains such folders. All numbers are read from
+files: metrics.jsonl, config.json and episodes/*.jsonl. The server does not connect to the process
+that trains. The page requests these addresses:
 
   /api/runs                                       the runs, with their newest scores
   /api/run?name=RUN                               `report.page_data` of a run
@@ -141,7 +141,7 @@ def _find_run(folder: str, name: str) -> str:
 def _file_state(path):
   """Returns (size and time in ns of the metrics, number of files of episodes).
 
-  As long as it is equal, the files have the same content.
+  If it does not change, the files have not changed.
   """
   num_files = len(report.episode_files(path))
   try:

@@ -29,7 +29,7 @@ _RANK_CONSTANT = 60
 
 
 class DenseRetriever:
-  """Inner product of E5-like vectors. Ties go to the passage that stands first in the corpus.
+  """Inner product of E5-like vectors. Ties go to the passage that comes first in the corpus.
 
   The passages' vectors are made once and kept in `cache_folder`, under a name that depends on the
   encoder's weights and on every passage; without a folder, in a temporary one.
@@ -72,7 +72,7 @@ def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np
   path = os.path.join(folder, f'embeddings_{digest}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
-    # Renamed when complete, so that an interrupted start leaves none.
+    # Renamed when complete, so that an interrupted start leaves no incomplete file.
     part = f'{path}.{os.getpid()}-{secrets.token_hex(8)}.part'  # ids of hosts may be equal
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
@@ -126,7 +126,7 @@ class HybridRetriever:
   """Reciprocal rank fusion: score(d) = sum over rankings of 1 / (60 + rank of d, from 1).
 
   Source: Cormack, Clarke and Buettcher, SIGIR 2009. A ranking that failed is left out; the query
-  has failed when all of them have. Ties go to what the earlier retriever found.
+  has failed when all of them have. Ties go to the passages of the earlier retriever.
   """
 
   def __init__(self, retrievers: Sequence[protocol.Retriever]):

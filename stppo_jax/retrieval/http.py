@@ -58,9 +58,9 @@ class HttpRetriever:
   Network errors, time-outs and overload are retried as in `http_client.with_retries`. An unreadable
   answer is not.
 
-  `stop_signal` ends a search in progress within seconds, without an answer. After a
-  request has had no answer at all in any attempt (a refused connection or a time-out), the search's
-  requests that were not sent yet fail at once, because the server is most likely gone.
+  `stop_signal` ends a search in progress within seconds, without an answer. If all attempts of a
+  request end in a refused connection or a time-out, the search does not send its remaining requests
+  and they fail at once, because the server is most likely gone.
   """
 
   def __init__(
@@ -137,7 +137,7 @@ class HttpRetriever:
     return [None] * len(queries)
 
   def _send(self, body: dict[str, Any], is_gone: StopSignal) -> bytes:
-    """Returns the server's answer, after retries. Sets `is_gone` where no attempt had any."""
+    """Returns the server's answer, after retries. Sets `is_gone` if no attempt had an answer."""
     settings = self._settings
     is_silent = True
     stop_signal = StopSignal(self.stop_signal.is_set, is_gone.is_set)
@@ -190,7 +190,8 @@ def _endpoint(url: str) -> str:
 
 
 def _read_passage(row: dict[str, Any]) -> types.Passage:
-  document = row.get('document', row)  # RAGEN's, and Search-R1's without scores, are bare
+  # RAGEN's documents, and Search-R1's without scores, have no wrapper.
+  document = row.get('document', row)
   contents = document['content'] if 'content' in document else document['contents']
   score = float(row.get('score') or 0.0)
   if not isinstance(contents, str) or not math.isfinite(score):

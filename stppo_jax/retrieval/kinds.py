@@ -49,7 +49,7 @@ def make_dense(
 def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   from stppo_jax.retrieval import http
 
-  del load_corpus  # the server has it
+  del load_corpus  # the server has the corpus
   http_settings = http.HttpSettings(
       settings.dialect,
       settings.timeout_s,

@@ -1,4 +1,4 @@
-"""The interface of a retriever, and the order of what it finds."""
+"""The interface of a retriever, and the order of the passages that it returns."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence

@@ -143,9 +143,9 @@ def make_sampler(
 ) -> sampler_lib.Sampler:
   """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
 
-  Each of several policies has its own groups, in equal number. Rows that are not split can be
-  moved: only rows with something to prefill are computed. On a CPU their keys lie in tiles. Keys of
-  split rows do not, because reading from tiles goes row by row.
+  Several policies have separate groups, each the same number. Rows that are not split over devices
+  can be moved, so that only rows with tokens to prefill are computed. On a CPU their keys are
+  stored in tiles. Keys of split rows are not, because tiles are read row by row.
   """
   rollout = config.rollout
   rows = row_sharding(config, model, mesh)

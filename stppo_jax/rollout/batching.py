@@ -25,7 +25,7 @@ class Sampled:
   number: int  # counts from 1; determines the questions and the random key
   staleness: int  # updates between the parameters that sampled it and those that it trains
   episodes: list[types.Episode]
-  measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
+  measured: dict[str, float]  # metrics of the sampling: timing_s/gen.., perf/..
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Unsampled:
 
   number: int
   staleness: int
-  params: Any  # a `copy` of the parameters that are to sample it
+  params: Any  # a `copy` of the parameters that will sample it
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the random keys of a batch, on the CPU: (for sampling, for its mini-batches)."""
+  """Returns the random keys of a batch, on the CPU: (of sampling, of the mini-batches)."""
   key = jax.random.fold_in(hosts.random_key(seed), number)
   sampling_key, mini_batch_key = jax.random.split(key)
   return sampling_key, mini_batch_key
@@ -137,9 +137,9 @@ def _score_offsets(episodes, rows):
 def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
   """Returns the row numbers [rows] of each episode, in the order of their first rows.
 
-  An episode has a row for each role, or for each segment that an agent program made of it. Rounds
-  of sampling use a number again. So the second row of a role with that number belongs to another
-  episode.
+  An episode has a row for each role, or for each segment of an agent program. Each round of
+  sampling numbers its episodes from 0. So a second row of a role with the same number belongs to
+  another episode.
   """
   by_episode: dict[Any, list[int]] = collections.defaultdict(list)
   repeats: collections.Counter[tuple[int, str]] = collections.Counter()
@@ -181,7 +181,7 @@ def _routes(episodes, shape):
   """Returns the sampler's experts of each token [B,T,L,A]; None if any turn is without them."""
   routes = None
   for b, episode in enumerate(episodes):
-    end = 0  # at last that of the last turn, because the sampler reads nothing after it
+    end = 0  # The last observation has none, because the sampler does not read it.
     for turn in episode.turns:
       if turn.routes is None:
         return None

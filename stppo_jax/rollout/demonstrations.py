@@ -68,7 +68,7 @@ def load(name: str, tokenizer: tokenizer_lib.Tokenizer) -> Source:
 
 
 def check_tasks(name: str, source: Source, env: factory.EnvFactory, tasks: Sequence[types.Task]):
-  """Raises a UserError for demonstrations that fit no task, or not the roles of an environment."""
+  """Raises a UserError if demonstrations do not fit the tasks or the roles of the environment."""
   if not os.path.isfile(name):
     return
   if env.rows_per_episode > 1:
@@ -129,7 +129,7 @@ def _texts(record, tokenizer):
 
 
 class _Recorded:
-  """Repeats the turns of one of several recorded episodes, whatever it observes."""
+  """Repeats the turns of one of several recorded episodes and ignores the observations."""
 
   def __init__(self, recordings: Sequence[Sequence[str]], rng: random.Random):
     self._turns = iter(rng.choice(recordings))

@@ -14,9 +14,9 @@ the others wait in their slots.
 The tokens of a sequence depend only on its key and its ids. With `threads=0` the schedule is a
 function of the completions and prompts, so that many hosts take the same steps. With threads it
 depends on timing, because the group that is done first continues. That changes only which sequences
-share a group, and the number of cache slots of a group. Neighbours do not change a row's numbers.
-The number of cache slots may change their last digit (matmuls sum in another order), so that only
-with one slot bucket two runs with threads are bitwise equal.
+share a group, and the number of cache slots of a group. The other rows of a group do not change a
+row's numbers. The number of cache slots may change their last digit, because matmuls sum in another
+order. So two runs with threads are bitwise equal only with one slot bucket.
 """
 
 import collections
@@ -201,7 +201,7 @@ class _Engine:
     self.report.prefill_tokens = sum(group.prefill_tokens for group in self._groups)
 
   def _awaited(self):
-    """Returns the groups whose calls may be finished next: with threads any, else the oldest."""
+    """Returns the groups whose calls may finish next: all with threads, else only the oldest."""
     if self._is_threaded:
       return list(self._running)
     return self._running[:1]
@@ -256,7 +256,7 @@ class _Engine:
     """Returns the group, of those not in a call, in which most rows can be decoded."""
     width = self._sampler.width
     if self._running and not self._num_waiting() and len(self._active) <= width:
-      return None  # the last rows are to share a group, and those in a call cannot move
+      return None  # The last rows should share a group, and rows in a call cannot move.
     idle = [group for group in self._groups if group not in self._running]
     for queue in self._queues:
       num_groups = sum(group.queue is queue for group in self._groups)

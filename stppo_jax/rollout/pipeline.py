@@ -4,8 +4,8 @@
   thread  | 1 |  2    |     3     |     4     |    is sampled with the parameters after update 1
 
 Which parameters sample a batch depends only on its number, never on timing: the same staleness
-gives the same run twice. Batches that are sampled and not yet trained on are host data, which a
-checkpoint holds as JSON. Of batches that are still to be sampled it holds the parameters.
+gives the same run twice. A checkpoint stores batches that are sampled and not yet trained on as
+JSON. For batches that are still to be sampled, it stores the parameters that will sample them.
 """
 
 import collections
@@ -152,7 +152,7 @@ class Batches:
     return from_json(record, tasks)
 
   def to_save(self, ahead: Sequence[Sampled | Unsampled]) -> list[Sampled | Unsampled]:
-    """Returns those of the batches ahead that a checkpoint holds."""
+    """Returns the batches ahead that a checkpoint stores."""
     return list(ahead)
 
   def _first_sizes(self, questions):
@@ -275,8 +275,8 @@ class Pipeline:
     staleness: batches sampled ahead.
     ahead: batches ahead that a checkpoint held, the next one first. Those that are still to be
       sampled are begun by the first `take`.
-    copy: trained parameters -> those that `sample` takes. With staleness they must be in buffers
-      of their own, because training overwrites its own meanwhile.
+    copy: trained parameters -> those that `sample` takes. With staleness the copy must not share
+      buffers with the trained parameters, because training overwrites them meanwhile.
     receive: gives all processes the batch that a function returns on process 0, where it is
       sampled. By default all processes sample it together.
   """
@@ -328,7 +328,7 @@ class Pipeline:
   def contents(self) -> list[Sampled | Unsampled]:
     """Returns the batches ahead, the next one first.
 
-    Waits for none, finished or not.
+    Does not wait for the batch in progress.
     """
     return [queued.batch for queued in self._queue]
 
@@ -345,7 +345,7 @@ class Pipeline:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
   def _run(self, queued):
-    """Returns the batch. If it is still to be sampled, frees the copy of the parameters then."""
+    """Returns the batch. Samples it if needed, and then frees the copy of the parameters."""
     batch = queued.batch
     if isinstance(batch, Unsampled):
       with self._sampling:
@@ -465,8 +465,8 @@ def _check_prompts(rows, number):
 def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> None:
   """Raises a RunError if the environment raised in more than a share of the episodes.
 
-  Nothing remote failed, so that waiting and playing again would not help. All processes have the
-  same episodes and raise it, so that they can save together.
+  The code of the environment failed, so waiting and playing again would not help. All processes
+  have the same episodes and raise the error together, so that the run can be saved.
   """
   share = environment_failed_share(episodes)
   if share > max_failed:

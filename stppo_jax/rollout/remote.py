@@ -8,10 +8,10 @@
   engine 0   ----[version 4]-----[version 4]---| push 5 |---[version 5]----
                                                  no turn is in progress
 
-A turn is sampled by one version of the weights, and records it. The turn that needs other weights
-than the engine has pushes them first, and later turns wait for it. An engine that fails is asked
-for the label of its weights before it samples again, because a restarted one has those of its
-start.
+Each turn is sampled with one version of the weights, and records that version. A turn that needs
+other weights than the engine has pushes them first, and later turns wait. After a failure the run
+requests the label of the engine's weights before the next turn, because a restarted engine has the
+weights that it started with.
 """
 
 from collections.abc import Callable
@@ -49,19 +49,19 @@ from stppo_jax.stop_signal import StopSignal
 NUM_PROBES = 8  # turns of `check_agreement`
 _PROBE_TOKENS = 32
 _PROBE_BLOCK = 128  # scored rows are multiples of it, so that they can be computed in chunks
-_UNKNOWN = -1  # version of an engine that has to be asked
-_IN_QUESTION = -2  # version while the engine is asked, or loads weights
-_RETRY_S = 2.0  # until an engine that failed is tried again; doubled after each further failure
+_UNKNOWN = -1  # version of an engine whose label has to be requested
+_IN_QUESTION = -2  # version while the label is requested, or weights are loaded
+_RETRY_S = 2.0  # wait before an engine that failed is tried again; doubled after each failure
 _LONGEST_RETRY_S = 30.0
 _POLL_S = 0.2  # between two looks at the signal
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
 _IDLE_S = 1.0  # no engine ends, starts again and answers within this time
-_START_S = 600.0  # until an engine that loads its model answers
-_PROBE_S = 60.0  # until an engine that has answered before answers again
+_START_S = 600.0  # time limit for an engine that still loads its model
+_PROBE_S = 60.0  # time limit for an engine that has answered before
 _PROBE_TEMPERATURE = 0.8
-_PASS_ON_S = 10.0  # a turn waits so long for a push before it goes to another engine
-_QUESTION_S = 10.0  # time limit of a question, such as that for the label
+_PASS_ON_S = 10.0  # a turn waits this long for a push before another engine samples it
+_QUESTION_S = 10.0  # time limit of a GET, such as the request for the label
 _CONTROL_S = 60.0  # time limit of a command, such as a pause
 _LOAD_S = 900.0  # time limit of a command that loads weights
 _BAD_TURNS = 8  # turns in a row with an impossible log-prob, after which the run ends
@@ -111,11 +111,11 @@ class RemoteEngine:
     self._entrance = threading.Lock()  # each turn passes it; a push holds it
     self._turn_ended = threading.Condition()  # its lock guards the version and the number of turns
     self._num_turns = 0  # in progress
-    self._failure = http_client.Temporary('')  # the newest one
-    self._retry_at = 0.0  # monotonic time until which it is raised again
+    self._failure = http_client.Temporary('')  # the newest failure
+    self._retry_at = 0.0  # monotonic time until which each turn raises the newest failure
     self._num_failures = 0  # attempts that failed since the newest answer
-    self._hangs = False  # whether a turn had no answer in time, and none was answered since
-    self._has_trial = False  # whether a turn is in progress that tries an engine that hangs
+    self._hangs = False  # whether a turn had no answer in time, and no later turn had one
+    self._has_trial = False  # whether a single turn tests an engine that hangs
     api_key = os.environ.get('OPENAI_API_KEY', '')
     limits = http_client.ClientLimits(_CONNECT_S, turn_s)
     self._server = http_client.Connection(self.address, limits, _MAX_SOCKETS, api_key)
@@ -130,7 +130,7 @@ class RemoteEngine:
   ) -> tuple[servers.TurnAnswer, int]:
     """Samples a turn with the weights that `wanted` returns; returns it with their version.
 
-    After a turn without an answer one turn at a time tries the engine, until one is answered.
+    After a turn without an answer, only one turn at a time is sent, until one is answered.
 
     Raises Temporary if another attempt, or another engine, may succeed, Stopped, and a RunError if
     the engine rejects the request for good.
@@ -138,8 +138,8 @@ class RemoteEngine:
     Args:
       request: the turn.
       wanted: returns the weights.
-      passes_on: whether another engine can take the turn, so that it does not wait for a push that
-        takes long, or for the question whether an engine that has failed is back.
+      passes_on: whether another engine can sample the turn. Then the turn does not wait for a long
+        push, and not for an engine that has failed.
     """
     self._enter(passes_on)
     try:
@@ -188,8 +188,8 @@ class RemoteEngine:
   def ensure(self, weights: RemoteWeights) -> None:
     """Gives the engine these weights unless it has them. No turn may start meanwhile.
 
-    An engine without requests for _IDLE_S may have been started again, and is asked for its
-    weights. Raises as `sample` does.
+    An engine without requests for _IDLE_S may have been restarted, so its label is requested again.
+    Raises as `sample` does.
     """
     if not self._num_turns and time.monotonic() - self.answered_at > _IDLE_S:
       self._version = _UNKNOWN
@@ -198,21 +198,21 @@ class RemoteEngine:
         self._push(weights)
 
   def await_push(self) -> None:
-    """Waits for a push in progress, which else could leave the engine paused."""
+    """Waits for a push in progress. An interrupted push could leave the engine paused."""
     with self._entrance:
       pass
 
   def _push(self, weights):
-    """Loads the weights, unless the engine says that it has them.
+    """Loads the weights, unless the label of the engine shows that it has them.
 
-    Its version stays unknown if a turn fails after the question.
+    The version stays unknown if a turn fails after the label was requested.
     """
     started = time.monotonic()
     label = self._label(weights)
     self._version = _IN_QUESTION
     labels = self._api.labels(self._send_load)
     if label in labels:
-      self._api.resume(self._send_load)  # after a load whose last request failed
+      self._api.resume(self._send_load)  # the last request of an earlier load may have failed
     else:
       self._check_owner(labels)
       with self._turn_ended:
@@ -243,8 +243,8 @@ class RemoteEngine:
   def _send(self, total_s, path, body):
     """Returns the JSON of an answer; {} for an empty answer and for a text.
 
-    Raises Stopped before its end if the run is to end, and Temporary after `total_s` also for an
-    answer that comes byte by byte.
+    Raises Stopped if the run ends first, and Temporary after `total_s`, even if a part of the
+    answer has arrived.
     """
     answer = self._server.ask(path, body, self._stop_signal, total_s)
     try:
@@ -445,11 +445,12 @@ class Fleet:
       silent_s: float,
       failing_s: float,
   ) -> types.Turn:
-    """Returns a turn of the first of these engines that succeeds. They are tried in turn.
+    """Tries these engines one after the other, and returns the first turn that succeeds.
 
-    The turn is sampled with the newest weights instead, unless settings.engine_push is 'batch'.
-    Raises Temporary if no engine has answered any turn for `silent_s` seconds without an answer, or
-    `failing_s` seconds with failures. Raises a RunError if only this turn takes too long.
+    The turn is sampled with `weights` if settings.engine_push is 'batch', else with the newest
+    weights. Raises Temporary if no engine has answered any turn for `silent_s` seconds (requests
+    time out or are refused) or `failing_s` seconds (engines report failures). Raises a RunError if
+    only this turn takes too long.
     """
     settings = self.settings
     is_exact = settings.engine_push == 'batch'
@@ -528,7 +529,7 @@ def run(
   fleet = sampler.fleet
   report = sequences.Report()
   contexts = [list(prompt.ids) for prompt in prompts]
-  # The last one is played next, so that a sequence in progress comes before a new one.
+  # The last item is played next, so a sequence in progress comes before a new sequence.
   waiting = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
   turns: set[futures.Future] = set()  # in progress
 

@@ -62,7 +62,8 @@ GREEDY = Distribution(temperature=0.0)
 def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ...]:
   """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed.
 
-  On accelerators, whose compilers take minutes per program, at most four that double.
+  On accelerators, where compiling a program takes minutes, there are at most four, each twice the
+  one before.
   """
   sizes = []
   if platform == 'cpu':
@@ -175,7 +176,7 @@ def _draw_row(logits, key):
   """Draws from softmax(logits): logits [V] and a key -> (index, its log-prob).
 
   By inversion: first a block of indices by the blocks' masses, then an index in it, each with a
-  uniform number of its own, so that the tail of a large vocabulary is not rounded away. This takes
+  separate uniform number, so that the tail of a large vocabulary is not rounded away. This takes
   one exp per index; Gumbel noise would take two logs and a random number.
   """
   peak = logits.max()

@@ -41,7 +41,7 @@ class TurnAnswer:
   """A turn as the engine reports it."""
 
   tokens: list[int]
-  logp: list[float]  # as many as tokens; an engine may report numbers that are none
+  logp: list[float]  # as many as tokens; may hold values that are no numbers
   finish: str  # 'stop', 'length', or another reason
 
 
@@ -64,7 +64,7 @@ class ServerApi(Protocol):
     ...
 
   def labels(self, send: Send) -> list[str]:
-    """Returns the labels of the weights that the engine has, which may be those of its start."""
+    """Returns the labels of the engine's weights, which may be the weights that it started with."""
     ...
 
 
@@ -72,7 +72,7 @@ class ServerApi(Protocol):
 class VllmApi:
   """vLLM's interface: OpenAI's completions, and the routes of its development mode.
 
-  The engine also has its own eos ids, from the generation_config.json of its model.
+  The engine also stops at the eos ids of the generation_config.json of its model.
   """
 
   eos_ids: tuple[int, ...] = ()  # end a turn, and belong to it
@@ -95,7 +95,7 @@ class VllmApi:
         'stop': list(request.stop),
         'stop_token_ids': list(self.eos_ids),
         'include_stop_str_in_output': True,
-        'skip_special_tokens': False,  # else no stop string that has one is found
+        'skip_special_tokens': False,  # else stop strings that contain such tokens are not found
     }
     choice = send('/v1/completions', body)['choices'][0]
     logprobs = choice['logprobs'] or {}
@@ -115,7 +115,7 @@ class VllmApi:
     try:
       reload_weights = {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
       send('/collective_rpc', reload_weights)
-      # Requests of other clients, and turns that the trainer gave up, hold blocks of the cache.
+      # Requests of other clients, and turns that the trainer abandoned, hold blocks of the cache.
       answer = send('/reset_prefix_cache?reset_running_requests=true&reset_external=true', {})
       if not answer.get('success', True):
         raise http_client.Temporary('the engine did not empty its prefix cache')
@@ -133,10 +133,10 @@ class VllmApi:
 
 
 class VllmAdapterApi(VllmApi):
-  """vLLM's interface for LoRA adapters over the weights of its start.
+  """vLLM's interface for LoRA adapters on the weights that it started with.
 
-  Each version is an adapter of its own name, which is the label. An engine that was started again
-  does not list the name. No cached prefix belongs to other weights.
+  Each version is a new adapter with the label as its name. A restarted engine does not list the
+  name. Cached prefixes belong to one adapter, so they need no reset.
   """
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:

@@ -22,7 +22,7 @@ class ActiveSequence:
   """A sequence in progress, and its state."""
 
   ids: Sequence[int] = ()  # to prefill
-  budget: int = 0  # tokens that its turn may still have
+  budget: int = 0  # tokens left for its turn
   key: Any = 0  # jax.random.key_data; token number i is drawn with fold_in(key, i)
   settings: Sequence[float] | None = None  # see `sampling.make_draw`; None: the sampler's
   length: int = 0  # tokens in its context
@@ -140,7 +140,7 @@ class SlotGroup:
       sequence.end_prefill(prefilled.result, source)
 
   def mask(self, allowed: Any) -> jax.Array:
-    """Leaves only some tokens as the next ones of each slot, see `Sampler.mask`."""
+    """Restricts the next token of each slot, see `Sampler.mask`."""
     self.context, log_mass = self._sampler.mask(self.context, allowed)
     return log_mass
 
