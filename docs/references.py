@@ -180,7 +180,7 @@ def command_line_page() -> str:
   ]
   for name, mode in MODES.items():
     flags = ', '.join(f'`--{flag}`' for flag in mode.flags)
-    lines.append(f'| `{name}` | {plain(mode.run.__doc__ or "")} | {flags} |')
+    lines.append(f'| `{name}` | {plain(mode.load().__doc__ or "")} | {flags} |')
   lines.append('\n## Flags\n')
   kinds = validation.kinds(Flags)
   for path, rules, value in validation.fields(Flags()):

@@ -13,7 +13,6 @@ import traceback
 from absl import flags as absl_flags
 from absl import logging
 
-from stppo_jax import plugins
 from stppo_jax.cli import config_file
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import signals
@@ -115,8 +114,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     _start_jax(flags, workdir)
   handled = signals.handled() if mode.stops else contextlib.nullcontext(NEVER)
   with handled as stop_signal:
-    function = plugins.resolve(f'stppo_jax.cli.{mode.function}')
-    code = function(Command(config, workdir, flags, parsed.operands, stop_signal))
+    code = mode.load()(Command(config, workdir, flags, parsed.operands, stop_signal))
   hosts.finish()
   return code
 

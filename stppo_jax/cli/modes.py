@@ -4,12 +4,14 @@ The module of a mode is imported when the mode runs, so that a mistake on the co
 reported before JAX starts.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import os
 import sys
 from typing import NamedTuple
 
+from stppo_jax import plugins
 from stppo_jax.cli.flags import Flags
 from stppo_jax.config import Config
 from stppo_jax.stop_signal import StopSignal
@@ -46,6 +48,10 @@ class Mode:
   starts_jax: bool = False  # as one of several processes, or alone
   suffix: str = ''  # what follows the config's name in the default workdir
   stops: bool = False  # it looks at the signal. Other modes end at SIGTERM as any program
+
+  def load(self) -> Callable[[Command], int | None]:
+    """Imports the function."""
+    return plugins.resolve(f'stppo_jax.cli.{self.function}')
 
 
 MODES = {
