@@ -167,7 +167,8 @@ def resolve(config: Config) -> Components:
     )
   takes_reward = 'reward' in kind.settings
   if kind.is_program:
-    takes_reward = not kind.make.scores_by_itself
+    make: Any = kind.make
+    takes_reward = not make.scores_by_itself
   if env.reward != type(env)().reward and not takes_reward:
     raise UserError(
         f'config.env.reward={env.reward!r}: {env.kind} scores by itself, its constructor has no '

@@ -15,7 +15,7 @@ class SmolLM3(qwen.Qwen):
     """Returns 1 for each layer with rotary positions, else 0."""
     layers = raw.get('no_rope_layers')
     if layers is None:
-      interval = raw.get('no_rope_layer_interval')
+      interval: Any = raw.get('no_rope_layer_interval')
       return [int((l + 1) % interval != 0) for l in range(num_layers)]
     if not isinstance(layers, list) or len(layers) < num_layers or set(layers) - {0, 1}:
       raise family.unsupported(path, raw, 'no_rope_layers', f'{num_layers} times 0 or 1')
