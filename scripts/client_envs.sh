@@ -22,7 +22,7 @@ make agents 3.11 openai-agents langchain-openai langgraph 'pydantic-ai-slim[open
 make smol 3.11 litellm 'smolagents[openai,litellm]'
 make autogen 3.11 autogen-agentchat 'autogen-ext[openai]'
 make inspect 3.11 inspect-ai openai
-make lm_eval 3.11 'lm-eval[api]'
+make lm_eval 3.11 'lm-eval[api]' transformers
 make verifiers 3.11 'verifiers>=0.4,<0.5'
 make harbor 3.12 'harbor>=0.25,<0.26'
 case " $wanted " in

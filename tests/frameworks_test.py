@@ -4,19 +4,28 @@
 """
 
 import json
+import os
+import pathlib
+import subprocess
 import sys
 import tempfile
 import time
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
+import numpy as np
 import pytest
 
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import commands
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import loop
-from tests import rollouts_test
+from tests import gateway_test
 from tests.support import client_envs
 from tests.support import scripted_gateway
 from tests.support import tiny_run
@@ -105,8 +114,131 @@ class ToolLoopTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
+class LmEvalTest(absltest.TestCase):
+  """lm-eval's numbers over HTTP are those of a plain forward pass of the served model."""
+
+  QUESTIONS = ('What is the capital of France?', 'Who wrote the play Hamlet?', 'Where is é?')
+  LENGTH = 64  # of rows in the forward pass
+  MAX_TOKENS = 12
+
+  def setUp(self):
+    super().setUp()
+    self.program = client_envs.find('lm_eval/bin/lm_eval')
+    self.tokenizer, _, _ = gateway_test.embedded()
+    config = schema.Config()
+    config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False)
+    model, params = prepare.load_policy(config)
+    # An export: of the served folder, a Qwen2 with its own tokenizer, transformers reads other ids.
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    convert.save_hf(self.folder / 'model', model, params, prepare.EMBEDDED_MODEL)
+    params = jax.device_put(params)
+    self.forward = jax.jit(lambda tokens: decoder.forward(params, model, tokens, None)[0])
+
+  def logp(self, ids):
+    """Returns the log-probs [token, vocabulary] after each of these ids."""
+    tokens = np.zeros((1, self.LENGTH), np.int32)
+    tokens[0, : len(ids)] = ids
+    return np.asarray(jax.nn.log_softmax(self.forward(tokens)[0, : len(ids)]))
+
+  def greedy(self, prompt):
+    """Returns the text that the model writes."""
+    ids = self.tokenizer.encode(prompt)
+    start = len(ids)
+    while len(ids) < start + self.MAX_TOKENS and ids[-1] not in self.tokenizer.eos_ids:
+      ids.append(int(self.logp(ids)[-1].argmax()))
+    return self.tokenizer.decode(ids[start:])
+
+  def score(self, prompt, choice):
+    """Returns (log-prob, whether it is greedy) of a choice after a prompt."""
+    ids = self.tokenizer.encode(prompt + choice)
+    start = len(self.tokenizer.encode(prompt))
+    table = self.logp(ids)[start - 1 : -1]
+    chosen = ids[start:]
+    is_greedy = table.argmax(-1).tolist() == chosen
+    return float(table[np.arange(len(chosen)), chosen].sum()), is_greedy
+
+  def run_lm_eval(self, url, tasks):
+    """Returns {name of a task: (results, samples)}."""
+    folder = self.folder
+    for name, (fields, questions) in tasks.items():
+      data = folder / f'{name}.jsonl'
+      data.write_text(''.join(json.dumps(question) + '\n' for question in questions))
+      fields |= {
+          'task': name,
+          'dataset_path': 'json',
+          'dataset_kwargs': {'data_files': {'test': str(data)}},
+          'test_split': 'test',
+          'doc_to_text': 'prompt',
+          'target_delimiter': '',
+      }
+      (folder / f'{name}.yaml').write_text(json.dumps(fields))
+    model = {
+        'model': 'tiny',
+        'base_url': f'{url}/v1/completions',
+        'tokenizer': folder / 'model',
+        'max_length': 256,
+    }
+    words = [self.program, '--model', 'local-completions', '--tasks', ','.join(tasks)]
+    words += ['--model_args', ','.join(f'{name}={value}' for name, value in model.items())]
+    words += ['--include_path', str(folder), '--output_path', str(folder), '--log_samples']
+    offline = {'HF_HOME': str(folder), 'HF_HUB_OFFLINE': '1', 'OPENAI_API_KEY': 'none'}
+    process = subprocess.run(
+        words, env=os.environ | offline, capture_output=True, text=True, check=False
+    )
+    self.assertEqual(process.returncode, 0, process.stderr[-3000:])
+    (results,) = folder.rglob('results_*.json')
+    found = {}
+    for name in tasks:
+      (samples,) = folder.rglob(f'samples_{name}_*.jsonl')
+      lines = [json.loads(line) for line in samples.read_text().splitlines()]
+      lines.sort(key=lambda line: line['doc_id'])
+      found[name] = json.loads(results.read_text())['results'][name], lines
+    return found
+
+  def test_scores_and_texts_are_those_of_the_model(self):
+    questions = []
+    for question in self.QUESTIONS:
+      prompt = f'Question: {question}'  # lm-eval moves white space from its end to the choices
+      choices = ['<answer> Paris</answer>', self.greedy(prompt), 'An é.']
+      questions.append({'prompt': prompt, 'choices': choices})
+    scored = {'output_type': 'multiple_choice', 'doc_to_choice': 'choices', 'doc_to_target': 1}
+    scored['metric_list'] = [{'metric': 'acc'}]
+    written = {'output_type': 'generate_until', 'doc_to_target': 'prompt'}
+    written['generation_kwargs'] = {'until': ['\n\n\n'], 'max_gen_toks': self.MAX_TOKENS}
+    written['metric_list'] = [{'metric': 'exact_match'}]
+    with gateway_test.running() as server:
+      found = self.run_lm_eval(
+          server.url, {'scored': (scored, questions), 'written': (written, questions)}
+      )
+
+    expected = [
+        [self.score(question['prompt'], choice) for choice in question['choices']]
+        for question in questions
+    ]
+    results, samples = found['scored']
+    for scores, sample in zip(expected, samples, strict=True):
+      for (value, is_greedy), (response,) in zip(scores, sample['resps'], strict=True):
+        self.assertAlmostEqual(float(response[0]), value, places=3)
+        self.assertEqual(str(response[1]), str(is_greedy))
+      self.assertEqual([is_greedy for _, is_greedy in scores], [False, True, False])
+    right = [max(scores) == scores[1] for scores in expected]
+    self.assertAlmostEqual(results['acc,none'], np.mean(right))
+
+    _, samples = found['written']
+    texts = [sample['resps'][0][0] for sample in samples]
+    self.assertEqual(texts, [self.greedy(question['prompt']) for question in questions])
+
+
+# What the model of TrainingTest writes, and how likely it is. Greedy turns are the last one.
+CALL = client_envs.thought('I look it up.') + client_envs.call('search', query='sky')
+RED = client_envs.thought('I know it.') + 'It is red.'
+BLUE = client_envs.thought('I know it.') + 'It is blue.'
+ACTIONS = {CALL: 3.0, RED: 3.0, BLUE: 3.1}
+
+
+@pytest.mark.slow
 class TrainingTest(parameterized.TestCase):
-  """Two updates of the embedded model, which calls the tool itself."""
+  """Two updates of a model that thinks in each turn, and may call the tool."""
 
   @parameterized.parameters(
       ('agents', 'openai_agents', 'responses'),
@@ -118,14 +250,27 @@ class TrainingTest(parameterized.TestCase):
   )
   def test_two_updates_have_whole_rows(self, environment, program, argument):
     words = command(environment, program, argument)
-    config = rollouts_test.make_config(f'gateway:command:{" ".join(words)}')
-    config.train.updates = 2
-    config.train.episodes = config.train.mini_batch = 4
-    config.rollout.group_size = 2
-    config.eval.every = 0
-    config.eval.episodes = 1
-    config.serve.rows = 2
-    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write_knowledge(os.path.join(folder, 'knowledge'))
+    tiny_run.write_model(
+        os.path.join(folder, 'model'), ACTIONS, [*ACTIONS.values()], last=(RED, BLUE)
+    )
+    config = tiny_run.make_config(
+        folder,
+        env__kind=f'gateway:command:{" ".join(words)}',
+        retriever__kind='none',
+        serve__rows=2,
+        serve__tool_form='hermes',
+        rollout__max_total=512,
+        rollout__group_size=2,
+        train__length_buckets=(512,),
+        train__episodes=4,
+        train__mini_batch=4,
+        train__micro_batch=2,
+        eval__every=0,
+        eval__episodes=1,
+    )
+    workdir = os.path.join(folder, 'run')
     with tiny_run.on_one_device():
       loop.start(config, workdir)
     updates = [row for row in metrics_lib.read_metrics(workdir) if 'env/segments/mean' in row]

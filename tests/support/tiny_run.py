@@ -152,17 +152,18 @@ def load_learners(config: schema.Config) -> learner_lib.Learners:
   return learner_lib.build(config, prepare.load_policy, parts.policies, pad_id)
 
 
-def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, **shape):
+def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, last=(), **shape):
   """Writes a random Qwen2 of one layer that favours some actions, and its tokenizer.
 
   `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three
-  tokens are favoured ones, with 5 all are. `shape`: further fields of the ModelConfig.
+  tokens are favoured ones, with 5 all are. It may be one number per action. The end of a turn
+  follows the actions of `last`. `shape`: further fields of the ModelConfig.
   """
   os.makedirs(folder)
   tiny_tokenizer.write(folder)
   path = os.path.join(folder, 'tokenizer.json')
   tokenizer = tokenizers.Tokenizer.from_file(path)
-  tokenizer.add_tokens(list(ACTIONS))
+  tokenizer.add_tokens(list(dict.fromkeys((*ACTIONS, *favoured))))
   tokenizer.save(path)
   config = decoder.ModelConfig(
       vocab_size=vocab_size or tokenizer.get_vocab_size(),
@@ -180,6 +181,9 @@ def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, **shape
   params['embed']['embedding'][:, 0] = 1.0
   ids = [tokenizer.token_to_id(action) for action in favoured]
   params['lm_head']['kernel'][0, [i for i in ids if i < config.vocab_size]] = strength
+  if last:
+    params['embed']['embedding'][[tokenizer.token_to_id(action) for action in last], 1] = 1.0
+    params['lm_head']['kernel'][1, tokenizer.token_to_id(tiny_tokenizer.END)] = 2 * np.max(strength)
   convert.save_hf(folder, config, params)
 
 
