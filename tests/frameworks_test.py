@@ -6,6 +6,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import config as schema
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import commands
 from stppo_jax.models import convert
@@ -25,6 +27,7 @@ from stppo_jax.models import decoder
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import loop
+from stppo_jax.trajectories import atif_reader
 from tests import gateway_test
 from tests.support import client_envs
 from tests.support import scripted_gateway
@@ -46,6 +49,21 @@ BASH = (
     client_envs.thought('Files.') + client_envs.call('Bash', command='echo "a  é" > a && ls'),
     client_envs.thought('Read.') + 'I read.\n' + client_envs.call('Bash', command='cat a'),
     client_envs.thought('Done.') + 'The answer is Paris.',
+)
+HARBOR = pathlib.Path(__file__).parents[1] / 'examples' / 'harbor'
+
+
+def in_terminal(*keystrokes, is_done=False):
+  """Returns a turn of Terminus 2."""
+  typed = [{'keystrokes': keys, 'duration': 0.5} for keys in keystrokes]
+  turn = {'analysis': 'a', 'plan': 'é', 'commands': typed, 'task_complete': is_done}
+  return client_envs.thought('I write.') + json.dumps(turn)
+
+
+TERMINAL = (
+    in_terminal('echo hello > /app/word.txt\n'),
+    in_terminal(is_done=True),
+    in_terminal(is_done=True),  # it is asked whether it is sure
 )
 # (environment and program, arguments, turns, serve.forced_choice)
 CASES = (
@@ -82,9 +100,10 @@ def command(environment, program, *arguments):
 class ToolLoopTest(parameterized.TestCase):
   """Three turns with two calls and thoughts are one row, whose ids are the sampled ones."""
 
-  def check(self, words, turns, forced):
+  def check(self, words, turns, forced, question=TASK['question']):
+    """Plays an episode; returns its result and the sampled ids."""
     with scripted_gateway.session(turns, forced) as (url, session, scheduler):
-      process = commands.Process(words, TASK, url, 'tiny')
+      process = commands.Process(words, TASK | {'question': question}, url, 'tiny')
       try:
         end = time.monotonic() + 300
         while not process.wait(1.0):
@@ -100,17 +119,40 @@ class ToolLoopTest(parameterized.TestCase):
     self.assertEqual(rows[0].counts['rewritten'], 0, difference)
     self.assertLen(rows, 1)
     self.assertEqual(result.reward, 1.0)
-    return result
+    return result, sampled
 
   @parameterized.parameters(*CASES)
   def test_tool_loop_is_one_row(self, environment, program, argument, turns, forced):
-    result = self.check(command(environment, program, argument), turns, forced)
+    result, _ = self.check(command(environment, program, argument), turns, forced)
     self.assertEqual(result.metrics, {'calls': 2})
 
   def test_claude_code_is_one_row(self):
     program = client_envs.find('claude/node_modules/.bin/claude')
     script = str(client_envs.SCRIPTS / 'claude_code.py')
     self.check([sys.executable, script, program], BASH, 'refuse')
+
+  def test_harbor_trial_is_one_row(self):
+    """A trial without a container. The row that is imported from its ATIF is the recorded one."""
+    python = client_envs.find('harbor/bin/python')
+    mount = ['unshare', '--map-root-user', '--mount', 'true']
+    if not (shutil.which('tmux') and shutil.which('unshare') and not subprocess.call(mount)):
+      self.skipTest('tmux and a mount namespace are needed')
+    if not all(map(os.path.isdir, ('/app', '/logs', '/tests'))):
+      self.skipTest('the empty folders /app, /logs and /tests are needed')
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    words = [python, str(HARBOR / 'episode.py'), f'{folder}/trials']
+    words += ['--env', 'local_environment:LocalEnvironment']
+    words += ['--agent-kwarg', 'collect_rollout_details=true']
+    _, sampled = self.check(words, TERMINAL, 'refuse', str(HARBOR / 'hello'))
+
+    tokenizer = tokenizer_lib.load_tokenizer(prepare.EMBEDDED_MODEL)
+    reader = atif_reader.AtifReader(tokenizer, 'hermes', 1024, False, len(tokenizer.token_bytes))
+    atif_reader.read_folder(f'{folder}/trials', f'{folder}/episodes', reader, 1)
+    (path,) = pathlib.Path(folder, 'episodes').iterdir()
+    (record,) = map(json.loads, path.read_text(encoding='utf-8').splitlines())
+    self.assertEqual((record['task'], record['rewards']), ('hello', [0.0, 0.0, 1.0]))
+    agent = [token for token, turn in zip(record['tokens'], record['turn_ids']) if turn]
+    self.assertEqual(agent, sum(sampled, []))
 
 
 @pytest.mark.slow
