@@ -125,7 +125,7 @@ class Components:
     data = self.config.data
     source = self.source
     if data.source == 'embedded' and self.env.load_tasks:
-      source = self.env.load_tasks
+      source = self.env.load_tasks  # the environment has tasks of its own
     tasks = [without_surrogates(task) for task in source(split)]
     known = sorted({task.dataset for task in tasks})
     if missing := sorted(set(data.datasets) - set(known)):

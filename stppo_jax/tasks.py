@@ -81,11 +81,7 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
     row_files.log_once(
         f'{len(unanswered)} of {num_rows} rows have no answer and are left out: {unanswered[0]}'
     )
-  chosen = [task for task in tasks if task.split == split or not task.split]
-  if not any(task.split for task in chosen):
-    asked = _OTHER_NAMES.get(split, split)
-    chosen = [task for task in tasks if _OTHER_NAMES.get(task.split, task.split) in (asked, '')]
-  if chosen:
+  if chosen := _of_split(tasks, split):
     return chosen
   if not tasks and unanswered:
     raise types.UserError(f'none of {num_rows} rows has an answer: {unanswered[0]}')
@@ -94,6 +90,15 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
       f'{source}: no question of split {split!r}; splits there: {known}. --config.data.train_split '
       'and --config.data.eval_split name others'
   )
+
+
+def _of_split(tasks, split):
+  """Returns the tasks of a split, or else of its other name, and those without a split."""
+  chosen = [task for task in tasks if task.split in (split, '')]
+  if any(task.split for task in chosen):
+    return chosen
+  other = _OTHER_NAMES.get(split, split)
+  return [task for task in tasks if _OTHER_NAMES.get(task.split, task.split) in (other, '')]
 
 
 def files_of(source: str) -> dict[pathlib.Path, str]:

@@ -355,7 +355,7 @@ def _check_teacher(config: Config, variant: Variant) -> None:
     )
   if variant.advantage == 'grao' and not hasattr(variant, 'grao_beta'):
     raise UserError(
-        "config.algorithm.advantage='grao' reads weights that only the row grao has: set "
+        "config.algorithm.advantage='grao' reads weights that only the algorithm grao has: set "
         '--config.algorithm.variant=grao'
     )
   if variant.advantage == 'none' and not has_teacher:

@@ -4,6 +4,7 @@ from concurrent import futures
 import random
 import threading
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -96,7 +97,9 @@ class GuardTest(parameterized.TestCase):
       self.make('', True, guard_lib.Guard(stop_signal=StopSignal(lambda: True)))
 
   def test_waiting_for_others_does_not_count(self):
-    """One environment at a time: three calls of 0.15 s each, with a limit of 0.2 s."""
+    """One environment at a time: three calls of 0.15 s each on this clock, with a limit of 0.2 s."""
+    now = [0.0]
+    self.enterContext(mock.patch.object(time, 'monotonic', lambda: now[0]))
 
     class Slow:
 
@@ -104,7 +107,7 @@ class GuardTest(parameterized.TestCase):
         del task
 
       def step(self, action):
-        time.sleep(0.15)
+        now[0] += 0.15
         return action, 0.0, True, False, {}
 
     kind = factory.EnvFactory(Slow, {})

@@ -20,11 +20,12 @@ def handled() -> Iterator[StopSignal]:
   there is nothing to save, so SIGTERM raises Stopped at once. If a callback swallows that, the
   signal is set.
 
-  Training looks at the signal in two places. Between updates `Run.remaining_updates` ends the
-  loop. While episodes are played or the run waits for a retriever, `Agent.play` and the guard of
-  environments raise Stopped, which `Run.guard` catches. In both cases `Run.finish` saves the
-  updates that are done, and the command ends with exit code 0. Where the main thread itself runs
-  the code of an environment, SIGTERM raises Stopped in it.
+  Between updates `Run.remaining_updates` looks at the signal and ends the loop. Within an update
+  whatever may wait looks at it and raises Stopped: `Agent.play` and the calls of environments, also
+  in the thread that samples ahead, the teacher, the engines and the retriever.
+  `Run.saving_on_error` catches Stopped. In both cases `Run.finish` saves the updates that are done,
+  and the command ends with exit code 0. Where the main thread itself runs the code of an
+  environment, SIGTERM raises Stopped in it.
   """
   terminated = threading.Event()
   interrupted = threading.Event()

@@ -67,12 +67,12 @@ class Agent:
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
     seeds = episode_lib.reset_seeds(keys, tasks)
-    is_over = StopSignal(stop_signal.is_set)  # also ends calls in progress after an error
-    guard = prepare.make_guard(self.config, is_over)
+    play_over = StopSignal(stop_signal.is_set)  # set after an error, too: it ends the other calls
+    guard = prepare.make_guard(self.config, play_over)
     all_stop = hosts.together(stop_signal)
     map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
-      resources.callback(is_over.set)
+      resources.callback(play_over.set)
       envs = [self.env(task, seed, guard) for task, seed in zip(tasks, seeds)]
       if rollout.threads and not self.env.uses_global_random:
         pool = futures.ThreadPoolExecutor(rollout.threads, 'environments')

@@ -173,7 +173,7 @@ class Sampler:
     return hosts.put(self.stop_table, self._everywhere)
 
   def greedy(self, rows: int) -> 'Sampler':
-    """Returns a sampler of likeliest tokens for so many rows, with the same compiled programs."""
+    """Returns a sampler of likeliest tokens for `rows` rows, with the same compiled programs."""
     other = copy_lib.copy(self)
     other._row_settings = sampling.GREEDY.row_settings
     other.num_groups = -(-rows // self.width)

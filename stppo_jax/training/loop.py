@@ -16,11 +16,11 @@ def train(run: run_lib.Run) -> dict[str, float]:
   tasks -> episodes (host) -> one TurnBatch (devices) -> old log-probs and values -> advantages
   -> a few optimizer steps -> metrics, and when they are due an evaluation and a checkpoint
   """
-  with run.guard():
+  with run.saving_on_error():
     run.begin()
   updates = run.remaining_updates()
   for n in updates:
-    with run.guard():
+    with run.saving_on_error():
       sampled = run.sample(n)
       policy_updates = run.learners.update(sampled, run.timing)
       metrics = run.measure(n, sampled, policy_updates)  # update n counts as done from here on

@@ -240,21 +240,21 @@ def open_run(
   config = parts.config
   variant = learners.spec.variant
   _log_start(parts, learners.mesh)
-  is_over = StopSignal(stop_signal.is_set)  # also ends a batch that is sampled ahead in vain
+  run_over = StopSignal(stop_signal.is_set)  # set at the end, too: it stops what samples ahead
   if learners.teacher is not None:
-    learners.teacher.stop_signal = is_over
-  batches = make_batches(config, agent, learners.policy, parts.tasks, is_over)
+    learners.teacher.stop_signal = run_over
+  batches = make_batches(config, agent, learners.policy, parts.tasks, run_over)
   with contextlib.ExitStack() as resources:
     settings = config.train
     checkpoints = recovery.RunCheckpoints(
         workdir, settings.keep_checkpoints, settings.on_save_error, learners.num_bytes
     )
     resources.enter_context(checkpoints)
-    progress, ahead = checkpoints.resume(learners, batches, skip_through)
+    progress, sampled_ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
     resources.enter_context(_compiling_ahead(parts, learners, settings.updates - first))
     policy = learners.policy(learners.actor)
-    opened = agent.opened(workdir, first, policy, parts.tasks, is_over)
+    opened = agent.opened(workdir, first, policy, parts.tasks, run_over)
     resources.enter_context(opened)
     del policy, opened
     journal = journal_lib.Journal(
@@ -266,10 +266,10 @@ def open_run(
         skip_through is not None,
     )
     resources.enter_context(journal)
-    pipeline = resources.enter_context(_make_pipeline(parts, variant, batches, ahead))
-    del ahead  # the pipeline frees the parameters in it, once they have sampled
+    pipeline = resources.enter_context(_make_pipeline(parts, variant, batches, sampled_ahead))
+    del sampled_ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
-    resources.callback(is_over.set)
+    resources.callback(run_over.set)
     before_update = resources.enter_context(
         timing_lib.trace_updates(f'{workdir}/profile', profile, first, settings.updates)
     )
@@ -372,7 +372,7 @@ class Run:
       yield progress.updates + 1
 
   @contextlib.contextmanager
-  def guard(self) -> Iterator[None]:
+  def saving_on_error(self) -> Iterator[None]:
     """Context manager of an update: a stop ends the loop; at an error the state is saved first."""
     self.timing = timing_lib.Timing()
     try:
