@@ -69,7 +69,8 @@ class GuardTest(parameterized.TestCase):
         f'(config.rollout.env_timeout_s); the call was abandoned at {__file__}:',
     )
     self.assertIn('self._over.wait()', info['traceback'])
-    other = self.make('', isolated, guard)  # the lock of the random state is free again
+    # The lock of the random state is free again.
+    other = self.make('', isolated, guard_lib.Guard(60.0))
     self.assertEqual(stepping.reset(other, 0), ('x', {}))
     expected = random.Random(3).random() if isolated else mock_any()
     self.assertEqual(stepping.step(other, 'a')[1], expected)
