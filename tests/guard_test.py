@@ -98,7 +98,7 @@ class GuardTest(parameterized.TestCase):
       self.make('', True, guard_lib.Guard(stop_signal=StopSignal(lambda: True)))
 
   def test_waiting_for_others_does_not_count(self):
-    """One environment at a time: three calls of 0.15 s each on this clock, with a limit of 0.2 s."""
+    """One environment at a time: three calls of 0.15 s on this clock, with a limit of 0.2 s."""
     now = [0.0]
     self.enterContext(mock.patch.object(time, 'monotonic', lambda: now[0]))
 
