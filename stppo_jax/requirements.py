@@ -99,7 +99,7 @@ def _texts() -> dict[str, list[str]]:
 
 
 def _packages(line: str) -> Iterator[Package]:
-  """Yields the package of a line, and those of its own extras, as in jax[cuda12]."""
+  """Yields the package of a line, and the packages of its extras, as in jax[cuda12]."""
   from packaging import requirements  # comes with transformers
 
   requirement = requirements.Requirement(line)

@@ -58,7 +58,7 @@ class CustomReward:
   When a server that it calls cannot be reached, the call waits and tries again. Raises a RunError
   after `max_outage_s` seconds of this, and RewardError for all other errors.
 
-  Choice: a call that fails alone, while another answer can be scored, is an error of its own, as
+  Choice: a call that fails alone, while another answer can be scored, is a separate error, as
   with a judge that fails on one answer.
   """
 
@@ -297,7 +297,7 @@ async def _first_of(values):
 
 
 class _Loop(threading.Thread):
-  """An event loop in a thread of its own, for clients that belong to one loop."""
+  """An event loop in a separate thread, for clients that belong to one loop."""
 
   def __init__(self):
     super().__init__(daemon=True, name='rewards')

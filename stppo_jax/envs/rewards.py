@@ -154,7 +154,7 @@ class RewardError(Exception):
 
 
 class Score(float):
-  """A reward with the metrics that its function returned beside it."""
+  """A reward, and the metrics that its function returned with it."""
 
   metrics: dict[str, float] = {}
 

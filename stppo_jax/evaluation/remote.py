@@ -1,11 +1,11 @@
 """Plays questions with a model behind an OpenAI-compatible address: a baseline for a trained agent.
 
 The environments and texts are those of the agent, as a chat. The observation of `reset` is the
-first message of the user, and each later observation the next one, whatever the environment's
-frame. Tools are declared in a text before the question, because servers treat a request's `tools`
-differently. Turns are texts, so the server applies the limits in tokens: `rollout.max_turn` is its
-max_tokens, an episode ends once the server counts `rollout.max_total` tokens, and observations are
-not cut.
+first message of the user, and each later observation is the next one. The environment's frame has
+no effect. Tools are declared in a text before the question, because servers treat the field `tools`
+of a request differently. Turns are texts, so the server applies the limits in tokens.
+`rollout.max_turn` is its max_tokens, an episode ends once the server counts `rollout.max_total`
+tokens, and observations are not cut.
 """
 
 from collections.abc import Iterator

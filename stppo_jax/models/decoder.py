@@ -252,7 +252,7 @@ def forward(
 
 
 def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-  """Returns the same policy with an output matrix of its own, a copy of the embedding.
+  """Returns the same policy with a separate output matrix, a copy of the embedding.
 
   A reload in vLLM 0.32 on CPUs misses the output matrix of a folder without one.
   """

@@ -159,8 +159,8 @@ def readable_by_auto_tokenizer(
 ) -> decoder.ModelConfig:
   """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
 
-  Choice: transformers 5 replaces the pre-tokenizer of model type qwen2 by Qwen2's, whatever the
-  folder says. A model with another tokenizer is written as a Llama with biases. The bias of its
+  Choice: transformers 5 replaces the pre-tokenizer of model type qwen2 by Qwen2's and ignores the
+  folder's. A model with another tokenizer is written as a Llama with biases. The bias of its
   output is 0, so it computes the same.
   """
   path = folder / 'tokenizer.json'

@@ -50,9 +50,9 @@ def load_hf(
   """Loads (ModelConfig, params) from a folder with config.json and safetensors.
 
   With head 'value' the output matrix is dropped. A folder without a value head gets a zero one, so
-  a critic can start from its policy's folder. `param_dtype` is that of the loaded parameters,
-  whatever the folder has, and `dtype` that of the computation. A value head has the outputs
-  `value_labels`.
+  a critic can start from its policy's folder. The loaded parameters have the dtype
+  `param_dtype`, also if the folder has another one. `dtype` is that of the computation. A value
+  head has the outputs `value_labels`.
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
   then put on the devices one by one, and the host holds one at a time. Without it they are NumPy

@@ -14,7 +14,7 @@ from stppo_jax.planning import topologies
 class Token:
   """One step of a decode call: a token for each row of a group. Figures per device."""
 
-  weights: int  # bytes read, whatever the number of rows
+  weights: int  # bytes read, independent of the number of rows
   cache: int  # bytes read per slot of the rows, live or not
   flops: float = 0.0
   sent: int = 0  # bytes of results of all-reduces

@@ -201,7 +201,7 @@ _draw = jax.vmap(_draw_row)
 def _invert(mass, uniform):
   """Returns the first index at which the cumulative mass [n] exceeds its share `uniform`.
 
-  An index without mass is never returned, whatever the rounding.
+  An index without mass is never returned, also after rounding.
   """
   reached = jnp.cumsum(mass)
   share = uniform * reached[-1]

@@ -93,7 +93,7 @@ class PolicySampler(Protocol):
   """A policy's sampler, in this process or elsewhere, with its distribution."""
 
   def copy(self, params: Any) -> Any:
-    """Returns the policy of some parameters as it is sampled from, in buffers of its own."""
+    """Returns the policy of some parameters as it is sampled from, in separate buffers."""
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function."""

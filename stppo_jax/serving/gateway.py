@@ -114,7 +114,7 @@ def serve(
     port: int,
     stop_signal: StopSignal,
 ) -> None:
-  """Serves until it is asked to stop; logs the address when it accepts requests.
+  """Serves until a stop is requested; logs the address when it accepts requests.
 
   `load` returns an `evaluation.policy.Policy`. Only the scheduler holds its parameters, so that
   they can be replaced. Process 0 has the server, and the others end with it.

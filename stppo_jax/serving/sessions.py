@@ -49,7 +49,7 @@ class Closed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """The sampling of a session, as the trainer assumes it, whatever the client sends."""
+  """The sampling of a session, as the trainer assumes it. Settings of the client have no effect."""
 
   temperature: float = 1.0
   top_p: float = 1.0

@@ -113,7 +113,7 @@ class Template:
     """Returns the ids that follow a sampled `turn` when these messages come after it.
 
     The template's end of a turn is left out if the turn has it. A `rest` after such an end is a
-    message of its own. ValueError as in `encode`.
+    separate message. ValueError as in `encode`.
     """
     if self.tokenizer.render is None:
       texts = [message['content'] for message in messages]

@@ -168,7 +168,7 @@ def split_thoughts(text: str) -> tuple[tuple[str, ...], str]:
 
 
 def join_thought(thought: str, content: str) -> str:
-  """Returns the content of a turn whose thought is in a field of its own.
+  """Returns the content of a turn whose thought is in a separate field.
 
   A thought without white space around it gets the line breaks with which Qwen3 writes it.
   """

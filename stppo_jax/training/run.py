@@ -362,7 +362,7 @@ class Run:
   scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
 
   def remaining_updates(self) -> Iterator[int]:
-    """Yields the numbers of the updates to come, until a process is asked to stop."""
+    """Yields the numbers of the updates to come, until a stop is requested on any process."""
     progress = self.progress
     all_stop = hosts.together(self.stop_signal)
     while not self.is_stopped and progress.updates < self.config.train.updates:

@@ -63,7 +63,7 @@ def write_folder(
     episodes = saved.read(path, tokenizer).episodes
     first = saved.read_records(path)[0]
     origin = {key: first[key] for key in _ORIGIN if key in first}  # equal in all lines
-    # A record has no time of its own.
+    # A record has no time.
     modified = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
     saved_at = modified.isoformat()
     time = {'started_at': saved_at, 'finished_at': saved_at}
