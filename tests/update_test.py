@@ -19,6 +19,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
+from stppo_jax.models import attention_kernels
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import packing
@@ -256,8 +257,8 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(**dict(zip(('actor', 'critic'), models)))
     for each in (spec, undivided(spec)):  # one token at first: always plain
       first_state(each, one_device())
-    count = lambda name: mock.patch.object(attention, name, wraps=getattr(attention, name))
-    with count('_cudnn') as cudnn, count('_plain') as plain:
+    count = lambda module, name: mock.patch.object(module, name, wraps=getattr(module, name))
+    with count(attention_kernels, '_cudnn') as cudnn, count(attention, '_plain') as plain:
       alone = run_step(spec, one_device())
     self.assertEqual(plain.call_count, 0)
     # annotate: policy and critic; update_step: these and C. All twice, because the shapes of a sum
