@@ -1,4 +1,4 @@
-"""Makes the agent that plays the episodes of a config, as a subclass of `rollout.agent.Agent`."""
+"""Makes the agent that plays the episodes of a config: an `Agent`, or a subclass of it."""
 
 import jax
 

@@ -40,11 +40,16 @@ def check(column: str, function: Callable, variant: Variant, group_size: int = 1
   batch = _example_batch(group_size)
   x = batch.rewards
   number = jnp.float32(1)
+  outputs = objectives.TokenOutputs(x)  # with what the objective declares, and no more
+  if 'uniform' in variant.needs:
+    outputs = outputs._replace(uniform=x)
+  if 'reference_kl' in variant.needs:
+    outputs = outputs._replace(reference_kl=x)
   arguments: dict[str, tuple] = {
       'advantage': (batch,),
       'ratio': (batch,),
       'surrogate': (x, x, x),
-      'objective': (objectives.TokenOutputs(x, x, x), batch),
+      'objective': (outputs, batch),
       'divisor': (number, number, jnp.bool_(True)),
   }
   if column != 'divisor':

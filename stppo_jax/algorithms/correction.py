@@ -46,7 +46,7 @@ def cotangents(
   of a KL penalty sum_{t clipped} sg(-weight_t w_t A_t) (log pi_old - log pi) (KLip-PPO, arXiv
   2606.23932). With the ratio 'none', J = sum weight_t A_t logp_t, and nothing is clipped.
 
-  With variant.min_advantage='token' the sign of each A_t decides about the clip (the paper's
+  With variant.min_advantage='token' the sign of each A_t decides about its clip (the paper's
   reading), so that tokens of the harmless sign stay active in a turn that is out of range. With
   'turn' the mean advantage of the segment decides, and a segment is clipped as a unit.
 

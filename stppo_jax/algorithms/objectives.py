@@ -86,7 +86,8 @@ def groups(batch: TurnBatch) -> Groups:
   is_first = losses.first_rows(is_counted, batch.episode_ids)
   same_group = losses.is_same(batch.group_ids)
   members = same_group & is_first[None, :]
-  # All agent tokens of an episode have the same advantage. A mean of them would round it.
+  # The agent tokens of an episode have the same advantage, except in ROVER, which compares no
+  # scores. A mean of them would round it.
   counted = jnp.where(is_counted, batch.advantages, -jnp.inf)
   has_tokens = is_counted.any(axis=1)
   scores = counted.max(axis=1)

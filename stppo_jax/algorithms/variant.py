@@ -35,6 +35,7 @@ import jax
 
 from stppo_jax import plugins
 from stppo_jax.types import setting
+from stppo_jax.types import UserError
 
 RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
 AGGREGATIONS = (
@@ -93,6 +94,7 @@ BUILT_IN: dict[str, dict[str, str | None]] = {
         'relative': 'stppo_jax.algorithms.correction:relative_divisor',
     },
 }
+NEEDS = ('reference', 'uniform', 'reference_kl')  # see `RowObjective`
 VALUE_HEADS = {
     'mse': 'stppo_jax.algorithms.losses:SQUARED_ERROR',
     'hl_gauss': 'stppo_jax.systems.hl_gauss:BINS',
@@ -157,6 +159,11 @@ class RowObjective(_Declared):
   function: Callable
   needs: tuple[str, ...] = ()
   reads: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    for name in self.needs:
+      if name not in NEEDS:
+        raise UserError(f'RowObjective.needs has {name!r}; allowed are {", ".join(NEEDS)}')
 
 
 @dataclasses.dataclass(frozen=True)

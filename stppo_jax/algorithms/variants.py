@@ -20,8 +20,8 @@ class GraoVariant(Variant):
   grao_lambda: float = setting(0.6, 'weight of samples against the reference', at_least=0)
 
 
-# An objective of pairs holds the policy near its start by itself, and reads only which score is
-# higher.
+# An objective of pairs holds the policy near its start without a penalty. It reads only which score
+# is higher.
 PAIRS: dict[str, Any] = {'kl_in': 'none', 'entropy_coef': 0.0}
 
 # A z-score divides by the spread of its group. If the KL penalty were in the scores, it would be

@@ -310,7 +310,7 @@ def read_model(folder: str | pathlib.Path) -> dict[str, Any]:
 def _check_bins(path, raw, value_labels):
   """Raises UserError for a critic whose bins have other edges. Another number of bins is allowed.
 
-  `convert.load_hf` reports the number, after it has looked at the weights.
+  `hf_weights.load_hf` reports the number, after it has looked at the weights.
   """
   names = raw.get('id2label')
   labels = list(names.values()) if isinstance(names, dict) else []

@@ -3,15 +3,16 @@
 TensorBoard, Weights & Biases and trackio get the same numbers if the config asks for them. None can
 stop a run. The report and the tests read only metrics.jsonl.
 
-The metrics come from these files:
+Most metrics come from these files:
 
   training/diagnostics.py  batches and optimizer steps, from token arrays
-  training/update.py       gradients, divisor and applied step
+  training/update.py       gradients, divisor and applied step; summary.py means of an update
+  training/transforms.py   what is computed of a batch before its steps
   models/moe.py            use of the experts of a mixture
   monitoring/episodes.py   episodes, with what the environment gives in `info['metrics']`
   monitoring/outcomes.py   numbers of episodes by how they ended
   monitoring/health.py     whether a limit of config.health is exceeded
-  rollout/pipeline.py      sampling
+  rollout/sequences.py     sampling of turns; pipeline.py that of batches
   training/run.py          time and throughput of an update
   evaluation/scores.py     held-out episodes
 

@@ -3,7 +3,9 @@
 pipeline.py   picks the tasks of a batch and samples batches ahead of training
 agent.py      makes an environment per task and plays them (prepare.py loads what it needs)
 episode.py    task -> prompt; turn and environment step -> next prompt; keeps each Episode
-engine.py     decides which sequences are prefilled and decoded together
+sequences.py  the protocol between episodes and what samples their turns
+engine.py     decides which sequences are prefilled and decoded together, in the rows of slots.py
+remote.py     samples turns with engines in other processes, which engines.py runs
 env_pool.py   steps environments while the device samples
 sampler.py    compiled prefill and decode; sampling.py draws one token per row
 layout.py     where the sampled copy of the policy lies on the devices

@@ -80,7 +80,7 @@ class RemoteBatches(pipeline.Batches):
 class RemoteAgent(agent_lib.Agent):
   """Turns parameters and questions into episodes, whose turns engines in other processes sample.
 
-  Its samplers exist while it is `opened`.
+  Its remote samplers exist while it is `opened`.
   """
 
   stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`

@@ -1,6 +1,6 @@
 """Plays many environments at once: tasks in, Episodes out.
 
-The engine schedules prefill and decode. Turns that end together step their environments together,
+Turns are sampled by a `sequences.Play`. Turns that end together step their environments together,
 so that one retriever call serves all of them. An agent's turn is decoded for the environment, but
 the episode and the model's context keep the sampled ids. Each role of an environment has a row and
 its own context, and reads only what the environment gives to it.

@@ -7,9 +7,9 @@ the type `Play` samples the turns, with a `PolicySampler`:
   remote.run   engines in other processes, to which each turn is a request
 
 Two other players of episodes have no such sequences. An agent program asks for its turns itself,
-and writes their prompts (serving/rollouts.py). A model at an address that is evaluated takes and
-gives texts without ids and log-probs (evaluation/remote.py). They share `Agent.play` with the first
-two, and `players.Player` with the evaluation of a checkpoint.
+and writes their prompts (serving/rollouts.py, with a `play` of its own). A model at an address that
+is evaluated takes and gives texts without ids and log-probs. It is a `players.Player`, as the
+evaluation of a checkpoint is (evaluation/remote.py).
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ Respond = Callable[[list[TurnCompletion]], list[Prompt]]  # steps environments, 
 
 
 class PolicySampler(Protocol):
-  """A policy's sampler, in this process or elsewhere, with its distribution."""
+  """A policy's sampler, in this process or elsewhere."""
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of some parameters as it is sampled from, in separate buffers."""
@@ -104,7 +104,7 @@ class Play(Protocol):
 
   def __call__(
       self,
-      sampler: Any,
+      sampler: Any,  # a PolicySampler of the kind that the function knows
       params: Any,
       prompts: Sequence[Prompt],
       keys: jax.Array,

@@ -21,9 +21,9 @@ def check(config: Config) -> None:
   most = rollout.group_size - int(groups == questions)
   if rollout.demonstrated > most:
     raise UserError(
-        f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
+        f'config.rollout.demonstrated={rollout.demonstrated} leaves nothing to sample in groups '
         f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
-        'To imitate only: python -m scripts.warm_start or python run.py sft'
+        'To imitate only: python run.py sft'
     )
 
 
@@ -39,7 +39,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   sampled = rollout.group_size - rollout.demonstrated
   if variant.needs_groups and not variant.uses_demonstrations and sampled == 1:
     raise UserError(
-        f'config.rollout.demonstrated={rollout.demonstrated}: leaves one sampled episode of a '
+        f'config.rollout.demonstrated={rollout.demonstrated} leaves one sampled episode of a '
         f'group, which config.algorithm.variant={name!r} compares with nothing: lower it, or raise '
         'group_size'
     )

@@ -65,7 +65,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     ('ratio surrogate min_advantage', 'objective=surrogate', lambda v: not v.compares_rows),
     (
         'alpha',
-        'objective=tdpo or rover',
+        'an objective that reads it, such as tdpo or rover',
         lambda v: 'alpha' in v.objective_reads or _has_function(v),
     ),
     ('divisor', 'a clipped ratio', lambda v: _clips(v) or v.divisor == 'none'),

@@ -55,6 +55,11 @@ def check(config: Config) -> Components:
   variant = objective.make_variant(config)
   parts = components.resolve(config)
   _check_staleness(config)
+  if config.rollout.allocation != 'even' and parts.env.rows_per_episode > 1:
+    raise types.UserError(
+        f'config.rollout.allocation={config.rollout.allocation!r} reads one score of an episode, '
+        'and each role of this environment has its own: set it to even'
+    )
   if config.rollout.engine and parts.env.is_program:
     raise types.UserError(
         f'config.rollout.engine={config.rollout.engine!r}: agent programs talk to the gateway of '
@@ -165,20 +170,15 @@ def make_batches(
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
       demonstrator=_make_demonstrator(config, agent, stop_signal),
-      allocation=_make_allocation(config, agent.env),
+      allocation=_make_allocation(config),
   )
 
 
-def _make_allocation(config, env):
+def _make_allocation(config):
   """Makes the allocation of episodes to questions; None if it is even."""
   rollout = config.rollout
   if rollout.allocation == 'even':
     return None
-  if env.rows_per_episode > 1:
-    raise types.UserError(
-        f'config.rollout.allocation={rollout.allocation!r} reads one score of an episode, and each '
-        'role of this environment has its own: set it to even'
-    )
   from stppo_jax.systems import dars
 
   return dars.Allocation(

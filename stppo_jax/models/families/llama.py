@@ -17,7 +17,7 @@ class Llama(family.Family):
     return fields
 
   def window(self, path: Any, raw: dict[str, Any]) -> int | None:
-    """Returns None. UserError: a window that is shorter than the longest row."""
+    """Returns None: Llama has no windows. UserError: one that is shorter than the longest row."""
     window = raw.get('sliding_window')
     if window is not None and window < raw.get('max_position_embeddings', 2048):
       raise family.unsupported(path, raw, 'sliding_window', 'none')

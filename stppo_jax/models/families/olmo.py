@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms behind attention and feed-forward."""
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and feed-forward."""
 
 from stppo_jax.models.families import family
 from stppo_jax.models.families import windowed
