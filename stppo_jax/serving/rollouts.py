@@ -141,19 +141,19 @@ class ProgramAgent(agent_lib.Agent):
       stop_signal: StopSignal,
   ) -> list[_ProgramRun]:
     """Runs a program per task, `config.serve.rows` at a time."""
-    is_over = StopSignal()  # ends the programs, also after an error
+    programs_over = StopSignal()  # ends the programs, also after an error
     all_stop = hosts.together(stop_signal)
 
     with futures.ThreadPoolExecutor(self.config.serve.rows) as pool:
       runs = []
       for task, key in zip(tasks, keys):
-        run = pool.submit(self._run_program, server, sampling, is_over, task, key)
+        run = pool.submit(self._run_program, server, sampling, programs_over, task, key)
         runs.append(run)
       try:
         while futures.wait(runs, _POLL_S).not_done:
           all_stop.raise_if_set()
       finally:
-        is_over.set()
+        programs_over.set()
         pool.shutdown(cancel_futures=True)
     return [run.result() for run in runs]
 
@@ -161,7 +161,7 @@ class ProgramAgent(agent_lib.Agent):
       self,
       server: Any,
       sampling: sessions.Sampling,
-      is_over: StopSignal,
+      programs_over: StopSignal,
       task: types.Task,
       key: jax.Array,
   ) -> _ProgramRun:
@@ -181,7 +181,7 @@ class ProgramAgent(agent_lib.Agent):
         call = calls.ThreadedCall(lambda: self._play(run, url))
       while not (is_done := call.wait(_POLL_S)):
         run.timed_out = time.monotonic() > deadline
-        if run.timed_out or is_over.is_set():
+        if run.timed_out or programs_over.is_set():
           break
       if is_done and process is not None:
         result = process.result()
@@ -189,7 +189,7 @@ class ProgramAgent(agent_lib.Agent):
           run.session.reward(result.reward)
         run.session.measure(result.metrics)
       if is_done and not run.session.has_reward:
-        self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, is_over))
+        self._score(run, guard_lib.Guard(self.config.rollout.env_timeout_s, programs_over))
     except factory.ENDS_RUN as error:
       if is_done:  # the reward cannot be had
         raise
