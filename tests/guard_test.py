@@ -141,11 +141,12 @@ class GuardTest(parameterized.TestCase):
     signal.set()
     guard = guard_lib.Guard(0.0, signal, in_place=True)
     never = threading.Event()
-    self.addCleanup(never.set)
-    with futures.ThreadPoolExecutor(1) as pool:
-      call = pool.submit(guard.call, 'x', never.wait)
-      with self.assertRaises(types.Stopped):
-        call.result(60)
+    pool = futures.ThreadPoolExecutor(1)
+    self.addCleanup(pool.shutdown)
+    self.addCleanup(never.set)  # comes first: the thread ends, whatever the test finds
+    call = pool.submit(guard.call, 'x', never.wait)
+    with self.assertRaises(types.Stopped):
+      call.result(10)
 
   @parameterized.parameters(SystemExit, KeyboardInterrupt)
   def test_exit_of_an_environment_is_an_error(self, kind):

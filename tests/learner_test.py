@@ -15,7 +15,9 @@ import jax
 
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variant import RowObjective
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import presets
@@ -45,6 +47,9 @@ def surrogate(ratio, logp, advantages, variant):
 
 def objective(outputs, batch, variant):
   return outputs.logp.sum(axis=1), jnp.zeros_like(outputs.logp, bool)
+
+def undeclared(outputs, batch, variant):
+  return (outputs.logp - outputs.uniform).sum(axis=1), jnp.zeros_like(outputs.logp, bool)
 
 def divisor(g_norm, c_norm, any_clipped):
   return 1 + c_norm
@@ -231,11 +236,16 @@ class MakeVariantTest(parameterized.TestCase):
       ({'train.mini_batch': 2, 'train.micro_batch': 2}, ('mini_batch=2', 'group_size=4')),
       ({'algorithm.objective': 'own_rl:constant'}, ('objective=', 'raised TypeError')),
       ({'algorithm.objective': 'dpp'}, ('did you mean dpo?',)),
+      ({'algorithm.objective': 'own_rl:undeclared'}, ('objective=', 'raised TypeError')),
   )
   def test_settings_without_row_objective_meaning_are_refused(self, values, words):
     dpo = {'algorithm.variant': 'dpo', 'rollout.group_size': 4}
     self.make(**dpo)
     self.refused(*words, **dpo, **values)
+
+  def test_misspelt_need_is_refused(self):
+    with self.assertRaisesRegex(UserError, "needs has 'refernce'; allowed are reference, uniform"):
+      RowObjective(objectives.nothing_clipped, needs=('refernce',))
 
   def test_segments_of_ones_own_and_their_settings(self):
     own = {'algorithm.variant': 'own_rl:PIECES'}

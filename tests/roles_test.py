@@ -575,6 +575,11 @@ class RunTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'one policy plays all roles: leave it empty'):
       self.train(self.workdir, serve__role='first')
 
+  def test_allocation_needs_one_score_per_episode(self):
+    with self.assertRaisesRegex(types.UserError, 'each role .* has its own: set it to even'):
+      self.train(self.workdir, rollout__allocation='dars_hw', rollout__group_size=8)
+    self.assertFalse(os.path.exists(os.path.join(self.workdir, 'config.json')))
+
   def test_chat_is_with_one_agent(self):
     with self.assertRaisesRegex(types.UserError, '^[^\n]*has several agents'):
       chat_lib.chat(self.config(), None, {}, '', [])

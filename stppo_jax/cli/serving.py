@@ -8,6 +8,8 @@ from stppo_jax.serving import gateway
 def serve(command: Command) -> None:
   """Serves a checkpoint with an OpenAI-compatible interface."""
   config = command.config
-  port = command.flags.port
-  load = lambda: policy_lib.policy(config, command.workdir)
-  gateway.serve(config, load, port, command.stop_signal)
+
+  def load():
+    return policy_lib.policy(config, command.workdir)
+
+  gateway.serve(config, load, command.flags.port, command.stop_signal)

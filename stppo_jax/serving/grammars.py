@@ -137,8 +137,8 @@ class _Vocabulary:
     self.eos_token_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
     self.bos_token_id = None
     self.tokens = list(tokenizer.token_bytes)
-    is_special = lambda i: tokenizer.special_added.fullmatch(tokenizer.decode([i]))
-    special = set(filter(is_special, tokenizer.added_ids))
+    pattern = tokenizer.special_added
+    special = {i for i in tokenizer.added_ids if pattern.fullmatch(tokenizer.decode([i]))}
     self.special_token_ids = sorted(special | set(tokenizer.eos_ids))
 
   def __call__(self, text: str | bytes) -> list[int]:

@@ -293,13 +293,15 @@ class Trainer:
     return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, num_tokens)
 
   def _sum_loss(self, actor, frozen, rows):
-    one = lambda layout: self._micro_batch_loss(actor, frozen, rows, layout)
+    def one(layout):
+      return self._micro_batch_loss(actor, frozen, rows, layout)
+
     return self._sum(one, rows)
 
   def _take_step(self, state, frozen, rows):
     def one(layout):
-      loss_of = lambda actor: self._micro_batch_loss(actor, frozen, rows, layout)
-      loss, grads = jax.value_and_grad(loss_of)(state['actor'])
+      loss_of = jax.value_and_grad(self._micro_batch_loss)
+      loss, grads = loss_of(state['actor'], frozen, rows, layout)
       return loss, jax.lax.with_sharding_constraint(grads, self._places(grads))
 
     loss, grads = self._sum(one, rows)
