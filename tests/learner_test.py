@@ -322,6 +322,8 @@ class MakeVariantTest(parameterized.TestCase):
       (DPO | {'algorithm.aggregation': 'token-mean'}, ('aggregation has no effect',)),
       (DPO | {'algorithm.norm_length': 9}, ('norm_length has no effect',)),
       (DPO | {'algorithm.aggregation': 'token-mean', 'algorithm.entropy_coef': 0.1}, ()),
+      (DPO | {'algorithm.beta': 0.2}, ()),
+      (ROVER | {'algorithm.aggregation': 'token-mean', 'algorithm.alpha': 0.2}, ()),
       (DISTILLATION | {'algorithm.whiten': True}, ('whiten has no effect',)),
       (DISTILLATION | {'algorithm.gamma': 0.9}, ('gamma has no effect',)),
       ({'algorithm.value_coef': 0.1}, ('value_coef has no effect without model.critic=shared',)),
