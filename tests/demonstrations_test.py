@@ -394,7 +394,8 @@ class PlayTest(parameterized.TestCase):
   def batches(self, **values):
     config = make_config(**values)
     parts = components.resolve(config)
-    learners, agent = run_lib.setup(parts)
+    run_lib.load_inputs(parts)
+    learners, agent = run_lib.setup(parts, objective.make_variant(config))
     batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, NEVER)
     return batches, batches.copy(learners.actor)
 

@@ -220,11 +220,11 @@ class RunTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(text.replace('<answer> red</answer>', '<answer> tea</answer>'))
     with self.assertRaisesRegex(types.UserError, 'teacher.folder.*another tokenizer'):
-      run_lib.setup(components.resolve(self.make_config()))
+      run_lib.load_inputs(components.resolve(self.make_config()))
     os.remove(path)
     os.remove(os.path.join(self.teacher, 'tokenizer_config.json'))
     with self.assertRaisesRegex(types.UserError, 'holds no tokenizer'):
-      run_lib.setup(components.resolve(self.make_config()))
+      run_lib.load_inputs(components.resolve(self.make_config()))
 
   @parameterized.parameters(
       ({'teacher.folder': ''}, 'no advantage but that of a teacher'),

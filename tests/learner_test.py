@@ -429,12 +429,13 @@ class MakeVariantTest(parameterized.TestCase):
 
   def test_all_processes_need_the_same_sources(self):
     config = micro_run.make_config(str(self.folder), **{'algorithm.variant': 'own_rl:PLAIN'})
+    variant = objective.make_variant(config)
     with mock.patch.object(hosts, 'require_same') as require_same:
-      recovery.claim(config, str(self.folder))
+      recovery.claim(config, variant, str(self.folder))
     ((what, (digests, described)),) = [call.args for call in require_same.call_args_list]
     self.assertEqual(what, 'plug-ins and models')
     self.assertEqual(set(digests), {'algorithm.variant', 'model.folder'})
-    self.assertEqual(described, objective.make_variant(config).described())
+    self.assertEqual(described, variant.described())
 
 
 if __name__ == '__main__':

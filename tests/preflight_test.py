@@ -26,8 +26,10 @@ from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
+from stppo_jax.training import imitation
 from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
@@ -62,12 +64,14 @@ class PreflightCase(parameterized.TestCase):
       self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
   def refused(self, config, *words, run=loop.start):
+    folders = os.listdir(os.path.dirname(self.workdir))
     with self.assertRaises(UserError) as caught:
       run(config, self.workdir)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
     for word in words:
       self.assertIn(word, message)
+    self.assertEqual(os.listdir(os.path.dirname(self.workdir)), folders, 'a folder is left')
 
 
 @contextlib.contextmanager
@@ -128,6 +132,38 @@ class OwnDataTest(PreflightCase):
 
 
 class BeforeWeightsTest(PreflightCase):
+
+  @parameterized.parameters(
+      {'data__source': '/absent'},
+      {'data__corpus': '/absent.jsonl'},
+      {'retriever__kind': 'dense', 'retriever__encoder': '/absent'},
+      {'model__folder': '/absent'},
+      {'model__critic_folder': '/absent'},
+      {
+          'algorithm__variant': 'distillation',
+          'algorithm__advantage': 'none',
+          'teacher__folder': '/absent',
+      },
+      {'rollout__replay': '/absent'},
+      {
+          'rollout__demonstrations': '/absent.jsonl',
+          'rollout__group_size': 4,
+          'algorithm__variant': 'grao',
+      },
+  )
+  def test_missing_file_leaves_no_folder(self, **values):
+    self.refused(make_config(**values), 'absent')
+
+  def test_sft_without_its_file_leaves_no_folder(self):
+    self.refused(make_config(data__source='/absent.jsonl'), 'absent', run=imitation.start)
+
+  def test_other_config_is_refused_before_loading(self):
+    config = make_config()
+    os.makedirs(os.path.join(self.workdir, 'checkpoints', '2'))
+    workdir_lib.write_whole(
+        os.path.join(self.workdir, 'config.json'), json.dumps(dataclasses.asdict(config))
+    )
+    self.refused(make_config(seed=1, data__corpus='/absent'), 'belongs to a run with another')
 
   def test_questions_to_train_on(self):
     self.refused(make_config(data__train_split='trian'), "'trian'")

@@ -32,11 +32,9 @@ from stppo_jax.monitoring import report
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
-from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.training import checkpoint
-from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import minibatches
 from stppo_jax.trajectories import atif_reader
@@ -451,8 +449,7 @@ class RunTest(parameterized.TestCase):
     return scores, metrics_lib.read_metrics(workdir)
 
   def restored(self, config, workdir):
-    policies = Duel.roles if config.model.role_parameters == 'own' else ('',)
-    state = learner_lib.build(config, prepare.load_policy, policies).state
+    state = tiny_run.load_learners(config).state
     with checkpoint.Checkpoints(workdir) as checkpoints:
       return checkpoints.restore(checkpoints.newest(), state)
 
@@ -547,7 +544,7 @@ class RunTest(parameterized.TestCase):
     alone = self.restored(self.config(kind='Single', **values), one_workdir)
     chex.assert_trees_all_equal(first.actor, alone.actor)
     chex.assert_trees_all_equal(first.critic, alone.critic)
-    begun = learner_lib.build(config, prepare.load_policy, Duel.roles).state['second']
+    begun = tiny_run.load_learners(config).state['second']
     chex.assert_trees_all_equal(second.actor, begun.actor)
     chex.assert_trees_all_equal(second.critic, begun.critic)
     config.serve.role = 'second'

@@ -274,7 +274,7 @@ class SharedFolderTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         UserError, r'^--workdir=[^\n]*object stores[^\n]*mounted[^\n]*NFS[^\n]*$'
     ):
-      with recovery.hold_workdir(schema.Config(), path):
+      with recovery.hold_workdir(schema.Config(), variants.VARIANTS['st_ppo'], path):
         pass
     self.assertEmpty(os.listdir(self.folders[0]))
 

@@ -85,8 +85,8 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
         'messages, conversations, or prompt and completion: --config.data.source=FILE'
     )
   workdir_lib.check_path(workdir)
+  pools = load_pools(config)  # before the folder is made: a missing file leaves none
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    pools = load_pools(config)
     _claim(config, workdir, pools)
     return _run(config, workdir, pools, stop_signal)
 

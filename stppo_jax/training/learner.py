@@ -245,6 +245,7 @@ def _one_or_list(values):
 
 def build(
     config: Config,
+    variant: Variant,
     load_policy: Callable,
     policies: Sequence[str] = ('',),
     pad_id: int = 0,
@@ -255,7 +256,6 @@ def build(
   All policies start from the same weights. `load_policy` is `prepare.load_policy`, and `teacher` is
   a `teacher.TeacherServer`, if there is one.
   """
-  variant = objective.make_variant(config)
   mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   offloaded = on_host(config, mesh)

@@ -3,6 +3,8 @@
 An *update* is one batch of episodes with its optimizer steps. A *step* is one optimizer step.
 """
 
+import functools
+
 from stppo_jax.config import Config
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
@@ -41,9 +43,10 @@ def start(
   non-finite ends, or rolls back to its newest checkpoint. A trace of `profile` updates goes to
   workdir/profile.
   """
-  parts = run_lib.check(config)  # what can be checked before the folder belongs to this config
-  with recovery.hold_workdir(config, workdir):
-    learners, agent = run_lib.setup(parts)  # loads the weights, after all other checks
+  variant, parts = run_lib.check(config)
+  load_inputs = functools.partial(run_lib.load_inputs, parts)
+  with recovery.hold_workdir(config, variant, workdir, load_inputs):
+    learners, agent = run_lib.setup(parts, variant)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
     skip_through: int | None = None  # after a rollback, the batches up to this one are skipped
     rollbacks = recovery.Rollbacks(workdir, config.train.on_nonfinite)

@@ -5,6 +5,7 @@ run whose gradients stay non-finite ends, or rolls back to it and continues with
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -21,6 +22,7 @@ from stppo_jax import components
 from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -28,7 +30,6 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import objective
 from stppo_jax.types import RunError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -60,27 +61,39 @@ class Progress:
 
 
 @contextlib.contextmanager
-def hold_workdir(config: config_lib.Config, workdir: str) -> Iterator[None]:
+def hold_workdir(
+    config: config_lib.Config,
+    variant: Variant,
+    workdir: str,
+    load_inputs: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
   """Context manager that locks `workdir` for this process, and claims it for this config.
+
+  Calls `load_inputs` before it makes a new folder, so that a missing file leaves no empty folder.
+  An existing folder is claimed first, because loading may take minutes.
 
   Raises UserError for the folder of another run or config, and for one that cannot hold
   checkpoints.
   """
   workdir_lib.check_path(workdir)
+  is_new = not hosts.by_writer(os.path.isdir, workdir)
+  if is_new:
+    load_inputs()
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     if jax.process_count() > 1:
       from stppo_jax.monitoring import shared_folder
 
       shared_folder.check(workdir)
-    claim(config, workdir)
+    claim(config, variant, workdir)
     hosts.by_writer(provenance.record, workdir)
+    if not is_new:
+      load_inputs()
     yield
 
 
-def claim(config: config_lib.Config, workdir: str) -> None:
+def claim(config: config_lib.Config, variant: Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
   digests = components.sources(config)
-  variant = objective.make_variant(config)
   settings = variant.described()
   hosts.require_same('plug-ins and models', [digests, settings])
   hosts.by_writer(

@@ -1,7 +1,7 @@
 """A run: its parts, assembled from the config, and what happens around each update.
 
-`check` and `setup` find a user's mistakes before anything is computed. A `Run` samples, measures,
-evaluates, logs and saves for `loop.train`.
+`check` and `load_inputs` find a user's mistakes before weights are loaded. A `Run` samples,
+measures, evaluates, logs and saves for `loop.train`.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from stppo_jax import components
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.algorithms.variant import Variant
 from stppo_jax.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
@@ -45,8 +46,8 @@ from stppo_jax.training import recovery
 from stppo_jax.training import summary
 
 
-def check(config: Config) -> Components:
-  """Checks what can be checked before the work folder is claimed; returns the components."""
+def check(config: Config) -> tuple[Variant, Components]:
+  """Checks the settings and names of a config; returns its objective and its components."""
   validation.validate(config)
   if config.train.deterministic:
     from stppo_jax.distributed import determinism
@@ -73,7 +74,7 @@ def check(config: Config) -> Components:
       read_batch = _make_replay(parts, variant)
       read_batch(1)
   hosts.require_same('config', dataclasses.asdict(config))
-  return parts
+  return variant, parts
 
 
 def _check_staleness(config):
@@ -104,11 +105,8 @@ def _check_staleness(config):
     )
 
 
-def setup(parts: Components) -> tuple[learner_lib.Learners, agent_lib.Agent]:
-  """Loads the weights; returns the learners, and the agent that plays. Compiles nothing.
-
-  What a user may have got wrong is checked before the weights are loaded.
-  """
+def load_inputs(parts: Components) -> None:
+  """Loads everything but the weights: tokenizer, retriever, tasks. Checks that it fits together."""
   config = parts.config
   tasks = parts.tasks
   parts.load()
@@ -123,24 +121,34 @@ def setup(parts: Components) -> tuple[learner_lib.Learners, agent_lib.Agent]:
     demonstrations.check_tasks(config.rollout.demonstrations, source, parts.env, tasks)
   if config.teacher.folder:
     prepare.check_teacher(config, tokenizer)
-  server = _make_teacher(config, tokenizer)
+  server = _make_teacher(config)
+  if server is not None:
+    hosts.by_writer(server.check, tokenizer, config.rollout.max_total)
+
+
+def setup(parts: Components, variant: Variant) -> tuple[learner_lib.Learners, agent_lib.Agent]:
+  """Loads the weights; returns the learners, and the agent that plays. Compiles nothing."""
+  config = parts.config
   learners = learner_lib.build(
-      config, prepare.load_policy, parts.policies, tokenizer.pad_id, server
+      config,
+      variant,
+      prepare.load_policy,
+      parts.policies,
+      parts.tokenizer.pad_id,
+      _make_teacher(config),
   )
   agent = agents.make_agent(config, parts, learners.spec.actor, learners.mesh)
   return learners, agent
 
 
-def _make_teacher(config, tokenizer):
-  """Makes the client of config.teacher.address, and checks the server; None without one."""
+def _make_teacher(config):
+  """Makes the client of config.teacher.address; None without one."""
   options = config.teacher
   if not options.address:
     return None
   from stppo_jax.training import teacher
 
-  server = teacher.TeacherServer(options.address, options.model, options.max_outage_s)
-  hosts.by_writer(server.check, tokenizer, config.rollout.max_total)
-  return server
+  return teacher.TeacherServer(options.address, options.model, options.max_outage_s)
 
 
 def make_batches(

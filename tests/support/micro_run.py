@@ -3,6 +3,7 @@
 The tokens of an episode depend on the parameters and keys, as in a real run.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -67,9 +68,17 @@ def write_knowledge(folder):
 
 def train(config, workdir, stop_signal=NEVER, **options):
   """`loop.start` with the policy of a few numbers; no report."""
-  with mock.patch.object(run_lib, 'setup', functools.partial(setup, **options)):
+  with replacing_setup(**options):
     with mock.patch.object(report, 'build', lambda workdir: workdir):
       return loop.start(config, workdir, stop_signal)
+
+
+@contextlib.contextmanager
+def replacing_setup(**options):
+  """Context manager: a run has the learners and the agent of `setup`, and no other inputs."""
+  make = lambda parts, unused_variant: setup(parts, **options)
+  with mock.patch.multiple(run_lib, setup=make, load_inputs=lambda unused_parts: None):
+    yield
 
 
 def compile_functions(optimizer):
@@ -241,6 +250,6 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
     return checksums(path)
 
   with mock.patch.object(checkpoint, '_checksums', slow_checksums):
-    with mock.patch.object(run_lib, 'setup', functools.partial(setup, slow_s=slow_s)):
+    with replacing_setup(slow_s=slow_s):
       argv = ['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides]
       sys.exit(entry.run(argv))

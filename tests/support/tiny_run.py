@@ -27,6 +27,7 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import objective
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update as update_lib
 from tests.support import tiny_tokenizer
@@ -149,7 +150,8 @@ def load_learners(config: schema.Config) -> learner_lib.Learners:
   """The learners of a config, with their weights. Nothing else of a run is made."""
   parts = components.resolve(config)
   pad_id = parts.tokenizer.pad_id
-  return learner_lib.build(config, prepare.load_policy, parts.policies, pad_id)
+  variant = objective.make_variant(config)
+  return learner_lib.build(config, variant, prepare.load_policy, parts.policies, pad_id)
 
 
 def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, last=(), **shape):
