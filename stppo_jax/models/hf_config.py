@@ -5,7 +5,6 @@ hf_export.py writes such folders.
 
 import functools
 import hashlib
-import math
 import pathlib
 from typing import Any
 from typing import NamedTuple
@@ -58,11 +57,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     'n_group': (1,),
     'topk_group': (1,),
 }
-# ModelConfig's names of soft caps -> those in config.json.
-_SOFTCAPS = {
-    'attention_softcap': 'attn_logit_softcapping',
-    'logit_softcap': 'final_logit_softcapping',
-}
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -78,7 +72,6 @@ TOKENIZER_FILES = (
 _PIECES = 64  # a fingerprint reads this many parts of a weights file
 _PIECE_BYTES = 4096
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
-ABSENT = ''  # the path of a tensor that our model lacks, and that must be 0
 
 
 class Entry(NamedTuple):
@@ -128,17 +121,11 @@ def load(
         'use the config.json that belongs to the weights'
     )
   num_heads = number('num_attention_heads')
-  num_kv_heads = number(
-      'num_key_value_heads', num_heads if model_type in ('llama', 'olmo2', 'olmo3') else None
-  )
+  num_kv_heads = number('num_key_value_heads', num_heads if family.shares_no_keys else None)
   head_dim = number('head_dim', d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
   layers = family.layer_fields(path, raw, num_layers)
   rotations = family.rope_fields(path, raw, functools.partial(_rope, path))
-  softcaps = {}
-  for field, name in _SOFTCAPS.items():
-    if raw.get(name):
-      softcaps[field] = number(name, kind=float)
   return decoder.ModelConfig(
       vocab_size=number('vocab_size'),
       d_model=d_model,
@@ -149,8 +136,7 @@ def load(
       **family.feed_forward(path, raw),
       **layers,
       **rotations,
-      **softcaps,
-      attention_scale=_attention_scale(path, raw, family, head_dim),
+      **family.score_fields(path, raw, head_dim),
       rms_norm_eps=number('rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
       family=model_type,
@@ -204,7 +190,7 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   key = config.num_kv_heads * h
   path = 'layers/attention'
   gates = 2 if config.attention_gate else 1
-  layer_rows: list[tuple[str, str, tuple[int, ...], bool]] = [
+  layer_rows: list[family_lib.Row] = [
       ('self_attn.q_proj.weight', f'{path}/query/kernel', (query * gates, d), True),
       ('self_attn.k_proj.weight', f'{path}/key/kernel', (key, d), True),
       ('self_attn.v_proj.weight', f'{path}/value/kernel', (key, d), True),
@@ -232,8 +218,6 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
     for name, shape in {'gate': (shared, d), 'up': (shared, d), 'down': (d, shared)}.items():
       row = f'mlp.shared_expert.{name}_proj.weight'
       layer_rows.append((row, f'layers/moe/shared/{name}/kernel', shape, True))
-  if config.qkv_bias and config.family == 'llama':  # Llama also has a bias of the output
-    layer_rows.append(('self_attn.o_proj.bias', ABSENT, (d,), False))
   if config.qkv_bias:
     layer_rows += [
         ('self_attn.q_proj.bias', f'{path}/query/bias', (query,), False),
@@ -246,10 +230,7 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
         ('self_attn.q_norm.weight', f'{path}/query_norm/scale', (query if whole else h,), False),
         ('self_attn.k_norm.weight', f'{path}/key_norm/scale', (key if whole else h,), False),
     ]
-  if config.delta is not None:
-    from stppo_jax.models.families import qwen35
-
-    layer_rows += qwen35.delta_rows(config)
+  layer_rows += families.find(config.family).layer_rows(config)
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
   ranks = {'attention': 0, 'delta': 0}  # layers of each kind so far
   for l, kind in enumerate(config.layer_kinds):
@@ -341,21 +322,6 @@ def _check_supported(path, raw, family):
           f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
           'choose another model'
       )
-
-
-def _attention_scale(path, raw, family, head_dim):
-  """Returns ModelConfig.attention_scale; 0 is 1 / sqrt(head_dim). UserError: not of this family."""
-  number = functools.partial(family_lib.number, path, raw, kind=float)
-  scale = number('attention_multiplier', head_dim**-0.5)
-  scale *= (number('query_pre_attn_scalar', head_dim) / head_dim) ** -0.5
-  if math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
-    return 0.0
-  if 'query_pre_attn_scalar' in family.defaults:
-    return scale
-  raise UserError(
-      f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
-      f'{scale:g}; allowed: 1 / sqrt(head_dim) = {head_dim**-0.5:g}; choose another model'
-  )
 
 
 def _positions(path, raw, scaling):

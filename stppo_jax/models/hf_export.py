@@ -16,6 +16,7 @@ import safetensors.numpy
 from stppo_jax.models import decoder
 from stppo_jax.models import families
 from stppo_jax.models import hf_config
+from stppo_jax.models.families import family as family_lib
 
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
@@ -192,7 +193,7 @@ def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
 
 def _copy_out(params, dtype, entry):
   """Returns the tensor of an entry in the folder's layout."""
-  if entry.path == hf_config.ABSENT:
+  if entry.path == family_lib.ABSENT:
     return np.zeros(entry.shape, dtype)
   leaf = params
   for name in entry.path.split('/'):

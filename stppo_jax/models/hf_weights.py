@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
+from stppo_jax.models.families import family as family_lib
 from stppo_jax.types import UserError
 
 STORED = ('F32', 'BF16', 'F16')  # dtypes that a folder may hold, by safetensors' names
@@ -192,7 +193,7 @@ def _check_tensors(folder, tensors, entries):
           f'{folder}: {entry.name} is stored as {dtype}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
-    if entry.path == hf_config.ABSENT and tensor[:].any():
+    if entry.path == family_lib.ABSENT and tensor[:].any():
       raise UserError(
           f'{folder}: {entry.name} is not 0, which is not supported; choose another model'
       )

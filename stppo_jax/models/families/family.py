@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
+# A tensor of a layer: name, path, shape and transpose of a `hf_config.Entry`.
+Row = tuple[str, str, tuple[int, ...], bool]
+ABSENT = ''  # the path of a tensor that our model lacks, and that must be 0
 ANY = ('any',)  # in `Family.allowed`: the decoder has every value
 FULL = 'full_attention'
 WINDOW = 'sliding_attention'
@@ -26,6 +30,7 @@ class Family:
     defaults: settings of config.json where the file leaves them out.
     allowed: values of settings that the decoder has for this family besides the neutral ones.
     chooses_layers: whether the types of layers in config.json may differ from the family's own.
+    shares_no_keys: whether each head has its own keys if config.json has no num_key_value_heads.
   """
 
   prefix: str
@@ -33,6 +38,7 @@ class Family:
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   allowed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   chooses_layers: bool = False
+  shares_no_keys: bool = False
 
   def layer_fields(self, path: Any, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Returns the fields of ModelConfig that differ between layers, but for their rotation.
@@ -102,12 +108,34 @@ class Family:
     theta, scaling = read_rope(raw)
     return {'rope_theta': theta, 'rope_scaling': scaling}
 
+  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Returns the fields of attention scores and logits. UserError: another scale of scores."""
+    scale = attention_scale(path, raw, head_dim)
+    if scale:
+      raise UserError(
+          f'{path}: attention_multiplier or query_pre_attn_scalar makes the scale of attention '
+          f'{scale:g}; allowed: 1 / sqrt(head_dim) = {head_dim**-0.5:g}; choose another model'
+      )
+    return {}
+
+  def layer_rows(self, config: decoder.ModelConfig) -> list[Row]:
+    """Returns the tensors of a layer in a folder that only this family has."""
+    del config
+    return []
+
   def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = {'rope_theta': config.rope_theta, 'rope_scaling': scaling_to_json(config.rope_scaling)}
     if self.defaults:  # The default id may lie outside a small vocabulary.
       raw['pad_token_id'] = None
     return raw
+
+
+def attention_scale(path: Any, raw: Mapping[str, Any], head_dim: int) -> float:
+  """Returns ModelConfig.attention_scale; 0 is 1 / sqrt(head_dim)."""
+  scale = number(path, raw, 'attention_multiplier', head_dim**-0.5, float)
+  scale *= (number(path, raw, 'query_pre_attn_scalar', head_dim, float) / head_dim) ** -0.5
+  return 0.0 if math.isclose(scale, head_dim**-0.5, rel_tol=1e-6) else scale
 
 
 def layer_types(config: decoder.ModelConfig) -> tuple[str, ...]:

@@ -21,11 +21,20 @@ _DEFAULTS = {
     'sliding_window': 4096,
     'tie_word_embeddings': True,
 }
+# ModelConfig's names of soft caps -> those in config.json.
+_SOFTCAPS = {
+    'attention_softcap': 'attn_logit_softcapping',
+    'logit_softcap': 'final_logit_softcapping',
+}
 _ALLOWED = {'hidden_act': ('gelu_pytorch_tanh',), 'hidden_activation': ('gelu_pytorch_tanh',)}
 
 
 class Gemma2(windowed.WindowedFamily):
   """Scores and logits are capped, and every layer has the same rotation."""
+
+  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Returns the fields of attention scores and logits."""
+    return _scales(path, raw, head_dim)
 
   def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
@@ -35,11 +44,23 @@ class Gemma2(windowed.WindowedFamily):
 class Gemma3(windowed.TwoRotations):
   """Layers with a window have a rotation of their own base."""
 
+  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Returns the fields of attention scores and logits."""
+    return _scales(path, raw, head_dim)
+
   def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
     raw['rope_local_base_freq'] = raw['rope_parameters'][family.WINDOW]['rope_theta']
     return raw | _scales_to_json(config)
+
+
+def _scales(path, raw, head_dim):
+  fields = {'attention_scale': family.attention_scale(path, raw, head_dim)}
+  for field, name in _SOFTCAPS.items():
+    if raw.get(name):
+      fields[field] = family.number(path, raw, name, kind=float)
+  return fields
 
 
 def _scales_to_json(config):

@@ -23,6 +23,12 @@ class Llama(family.Family):
       raise family.unsupported(path, raw, 'sliding_window', 'none')
     return None
 
+  def layer_rows(self, config: decoder.ModelConfig) -> list[family.Row]:
+    """Returns the bias of attention's output, which must be 0."""
+    if not config.qkv_bias:
+      return []
+    return [('self_attn.o_proj.bias', family.ABSENT, (config.d_model,), False)]
+
   def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     return super().to_json(config) | {'attention_bias': config.qkv_bias}
@@ -43,6 +49,6 @@ class Mistral(family.Family):
 
 
 FAMILIES = {
-    'llama': Llama('Llama', allowed={'attention_bias': (False, True)}),
+    'llama': Llama('Llama', allowed={'attention_bias': (False, True)}, shares_no_keys=True),
     'mistral': Mistral('Mistral', defaults={'num_key_value_heads': 8, 'sliding_window': 4096}),
 }

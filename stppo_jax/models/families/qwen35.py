@@ -71,6 +71,30 @@ class Qwen35(family.Family):
       fields['rotary_share'] = rope.get('partial_rotary_factor', fields.get('rotary_share'))
     return fields
 
+  def layer_rows(self, config: decoder.ModelConfig) -> list[family.Row]:
+    """Returns the tensors of a gated delta-net layer."""
+    if config.delta is None:
+      return []
+    d = config.d_model
+    shape = config.delta
+    values = shape.value_heads * shape.value_dim
+    channels = 2 * shape.key_heads * shape.key_dim + values
+    heads = (shape.value_heads,)
+    name = 'linear_attn'
+    path = 'layers/delta'
+    conv_shape = (channels, 1, shape.conv_width)
+    return [
+        (f'{name}.in_proj_qkv.weight', f'{path}/qkv/kernel', (channels, d), True),
+        (f'{name}.in_proj_z.weight', f'{path}/z/kernel', (values, d), True),
+        (f'{name}.in_proj_b.weight', f'{path}/rate/kernel', (*heads, d), True),
+        (f'{name}.in_proj_a.weight', f'{path}/decay/kernel', (*heads, d), True),
+        (f'{name}.conv1d.weight', f'{path}/conv/kernel', conv_shape, False),
+        (f'{name}.A_log', f'{path}/log_decay', heads, False),
+        (f'{name}.dt_bias', f'{path}/decay_bias', heads, False),
+        (f'{name}.norm.weight', f'{path}/norm/scale', (shape.value_dim,), False),
+        (f'{name}.out_proj.weight', f'{path}/out/kernel', (d, values), True),
+    ]
+
   def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
@@ -91,30 +115,6 @@ class Qwen35Experts(Qwen35):
   def feed_forward(self, path: Any, raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the experts."""
     return experts.fields(path, raw)
-
-
-def delta_rows(config: decoder.ModelConfig) -> list[tuple[str, str, tuple[int, ...], bool]]:
-  """Returns the rows of `hf_config.table` of a gated delta-net layer."""
-  assert config.delta is not None
-  d = config.d_model
-  shape = config.delta
-  values = shape.value_heads * shape.value_dim
-  channels = 2 * shape.key_heads * shape.key_dim + values
-  heads = (shape.value_heads,)
-  name = 'linear_attn'
-  path = 'layers/delta'
-  conv_shape = (channels, 1, shape.conv_width)
-  return [
-      (f'{name}.in_proj_qkv.weight', f'{path}/qkv/kernel', (channels, d), True),
-      (f'{name}.in_proj_z.weight', f'{path}/z/kernel', (values, d), True),
-      (f'{name}.in_proj_b.weight', f'{path}/rate/kernel', (*heads, d), True),
-      (f'{name}.in_proj_a.weight', f'{path}/decay/kernel', (*heads, d), True),
-      (f'{name}.conv1d.weight', f'{path}/conv/kernel', conv_shape, False),
-      (f'{name}.A_log', f'{path}/log_decay', heads, False),
-      (f'{name}.dt_bias', f'{path}/decay_bias', heads, False),
-      (f'{name}.norm.weight', f'{path}/norm/scale', (shape.value_dim,), False),
-      (f'{name}.out_proj.weight', f'{path}/out/kernel', (d, values), True),
-  ]
 
 
 FAMILIES = {
