@@ -11,6 +11,7 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import numpy as np
 import pytest
 import requests
 
@@ -20,6 +21,7 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import template as template_lib
 from tests.support import tiny_tokenizer
@@ -36,6 +38,65 @@ CHATS = (
     [{'role': 'system', 'content': 'Be brief.'}, USER],
     [USER, {'role': 'assistant', 'content': '<search> a </search>'}, USER],
 )
+SIZES = {
+    'vocab_size': 340,
+    'hidden_size': 128,
+    'intermediate_size': 80,
+    'num_hidden_layers': 4,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'head_dim': 32,  # vLLM on a CPU takes no smaller heads
+    'max_position_embeddings': 128,
+    'rms_norm_eps': 1e-6,
+    'tie_word_embeddings': False,
+    'pad_token_id': 0,
+    'bos_token_id': 1,
+    'eos_token_id': 1,
+    'hidden_act': 'silu',
+    'torch_dtype': 'float32',
+}
+PLAIN = {'rope_type': 'default', 'rope_theta': 1e4}
+YARN = PLAIN | {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}
+GEMMA = {
+    'hidden_act': 'gelu_pytorch_tanh',
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'tie_word_embeddings': True,
+    'query_pre_attn_scalar': 40,
+    'sliding_window': 16,
+    'layer_types': ['sliding_attention', 'full_attention'] * 2,
+}
+DELTA = {
+    'layer_types': ['linear_attention', 'full_attention'] * 2,
+    'linear_conv_kernel_dim': 4,
+    'linear_num_key_heads': 2,
+    'linear_num_value_heads': 4,
+    'linear_key_head_dim': 32,
+    'linear_value_head_dim': 32,
+    'rope_parameters': PLAIN | {'partial_rotary_factor': 0.25},
+}
+# {family: what its config.json adds}. Windows are shorter than the rows.
+FAMILIES = {
+    'qwen2': {'rope_parameters': YARN},
+    'qwen3': {'rope_parameters': YARN},
+    'mistral': {'sliding_window': 16, 'rope_parameters': PLAIN},
+    'smollm3': {'no_rope_layer_interval': 2, 'rope_parameters': PLAIN},
+    'olmo2': {'rope_parameters': PLAIN},
+    'olmo3': {
+        'sliding_window': 16,
+        'layer_types': ['sliding_attention', 'full_attention'] * 2,
+        'rope_parameters': YARN,
+    },
+    'gemma2': GEMMA
+    | {'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0, 'rope_parameters': PLAIN},
+    'gemma3_text': GEMMA
+    | {
+        'rope_parameters': {
+            'full_attention': PLAIN | {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
+            'sliding_attention': PLAIN,
+        }
+    },
+    'qwen3_5_text': DELTA,
+}
 TOOL = {
     'type': 'function',
     'function': {
@@ -111,6 +172,37 @@ class ExportVllmTest(parameterized.TestCase):
     for end in tokenizer.eos_ids:
       (choice,) = ask(logit_bias={str(end): 100})['choices']
       self.assertEqual((choice['finish_reason'], choice['token_ids']), ('stop', [end]))
+
+  @parameterized.parameters(*FAMILIES)
+  def test_family_continues_greedily_as_ours(self, family):
+    parent = self.enterContext(tempfile.TemporaryDirectory())
+    source = os.path.join(parent, 'source')
+    folder = os.path.join(parent, 'model')
+    os.mkdir(source)
+    tiny_tokenizer.write(source)
+    raw = SIZES | {'model_type': family} | FAMILIES[family]
+    pathlib.Path(source, 'config.json').write_text(json.dumps(raw), encoding='utf-8')
+    shape = hf_config.load(source)
+    params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
+    noise = lambda w: w + 0.2 * jax.random.normal(jax.random.key(w.size), w.shape)
+    params = jax.tree.map(noise, params)
+    convert.save_hf(folder, shape, params, source, eos_ids=(1,))
+    forward = jax.jit(decoder.forward, static_argnums=1)
+    rows = np.random.default_rng(0).integers(2, 340, (3, 90))
+    for t in range(40, 90):
+      logits, _ = forward(params, shape, rows, None)
+      rows[:, t] = np.argmax(logits[:, t - 1], axis=-1)
+    port = servers.free_port()
+    log = os.path.join(parent, 'vllm.log')
+    process = servers.start_vllm(PYTHON, folder, port, log, '--max-model-len=128')
+    self.enterContext(servers.ended(process))
+    address = servers.wait_until_healthy(process, port)
+    for row in rows.tolist():
+      asked = {'prompt': row[:40], 'max_tokens': 50, 'temperature': 0, 'ignore_eos': True}
+      asked |= {'return_token_ids': True}
+      answer = requests.post(f'{address}/v1/completions', json=asked, timeout=120)
+      self.assertEqual(answer.status_code, 200, answer.text)
+      self.assertEqual(answer.json()['choices'][0]['token_ids'], row[40:])
 
 
 if __name__ == '__main__':

@@ -40,6 +40,11 @@ def get_config(mode=""):
   config.train.updates = 3000  # until it is killed
   config.eval.every = 0
   config.eval.rows = 3  # which two devices cannot split
+  if mode == 'program':
+    config.env.kind = 'gateway:tests.rollouts_test:play_twice'
+    config.rollout.max_num_gen_batches = 1
+    config.serve.rows = 4
+    config.serve.tool_form = 'tags'
   return config
 """
 
@@ -249,7 +254,7 @@ class TwoProcessesTest(absltest.TestCase):
         EXPERIMENT.format(folder=cls.tmp), encoding='utf-8'
     )
 
-  def start(self, workdir, devices, *arguments):
+  def start(self, workdir, devices, *arguments, mode=''):
     env = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
@@ -263,7 +268,7 @@ class TwoProcessesTest(absltest.TestCase):
         [
             sys.executable,
             str(ROOT / 'run.py'),
-            f'--config={self.tmp}/experiment.py',
+            f'--config={self.tmp}/experiment.py:{mode}',
             f'--workdir={self.tmp}/{workdir}',
             *arguments,
         ],
@@ -278,18 +283,19 @@ class TwoProcessesTest(absltest.TestCase):
     self.addCleanup(process.kill)
     return process
 
-  def start_two(self, *arguments):
+  def start_two(self, *arguments, workdir='two', mode=''):
     with socket.socket() as probe:
       probe.bind(('localhost', 0))
       port = probe.getsockname()[1]
     return [
         self.start(
-            'two',
+            workdir,
             1,
             f'--coordinator=localhost:{port}',
             '--num_processes=2',
             f'--process_id={i}',
             *arguments,
+            mode=mode,
         )
         for i in range(2)
     ]
@@ -314,6 +320,44 @@ class TwoProcessesTest(absltest.TestCase):
     path = pathlib.Path(self.tmp, workdir, 'episodes', name)
     return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
 
+  def assert_equal_runs(self, one, two):
+    expected = metrics_lib.read_metrics(f'{self.tmp}/{one}')
+    rows = metrics_lib.read_metrics(f'{self.tmp}/{two}')
+    for step in range(3):
+      names = [
+          name
+          for name in rows[step]
+          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
+      ]
+      self.assertGreater(len(names), 5)
+      for name in names:
+        np.testing.assert_allclose(
+            rows[step][name] or 0,
+            expected[step][name] or 0,
+            rtol=1e-5,
+            atol=1e-7,
+            err_msg=f'{name} at {step}',
+        )
+    for name in ('eval_000000.jsonl', 'train_000001.jsonl', 'train_000002.jsonl'):
+      self.assertEqual(
+          [record['tokens'] for record in self.records(two, name)],
+          [record['tokens'] for record in self.records(one, name)],
+      )
+
+  @pytest.mark.slow
+  def test_agent_programs_train_as_with_one_process(self):
+    one = self.start('one_program', 2, '--config.train.updates=2', mode='program')
+    self.assertEqual(one.wait(600), 0, self.said(one))
+    two = self.start_two(workdir='two_programs', mode='program')
+    saved = pathlib.Path(self.tmp, 'two_programs', 'checkpoints', '2')
+    self.wait_until(saved.exists, two)
+    self.assert_equal_runs('one_program', 'two_programs')
+    with self.subTest('a stop of process 1 ends both, and the run resumes'):
+      two[1].send_signal(signal.SIGTERM)
+      self.assertEqual([process.wait(60) for process in two], [0, 0], self.said(two[0]))
+      two = self.start_two(workdir='two_programs', mode='program')
+      self.wait_until(lambda: 'resumed after' in self.said(two[0]), two)
+
   @pytest.mark.slow
   def test_story(self):
     one = self.start('one', 2, '--config.train.updates=2')
@@ -331,28 +375,7 @@ class TwoProcessesTest(absltest.TestCase):
         self.assertTrue(any(f'/ocdbt.process_{i}/d/' in name for name in names), names)
       self.assertEmpty(list(path.parent.glob('checksums_*')))
     with self.subTest('the same numbers and tokens'):
-      expected = metrics_lib.read_metrics(f'{self.tmp}/one')
-      rows = metrics_lib.read_metrics(f'{self.tmp}/two')
-      for step in range(3):
-        names = [
-            name
-            for name in rows[step]
-            if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
-        ]
-        self.assertGreater(len(names), 5)
-        for name in names:
-          np.testing.assert_allclose(
-              rows[step][name] or 0,
-              expected[step][name] or 0,
-              rtol=1e-5,
-              atol=1e-7,
-              err_msg=f'{name} at {step}',
-          )
-      for name in ('eval_000000.jsonl', 'train_000001.jsonl', 'train_000002.jsonl'):
-        self.assertEqual(
-            [record['tokens'] for record in self.records('two', name)],
-            [record['tokens'] for record in self.records('one', name)],
-        )
+      self.assert_equal_runs('one', 'two')
     with self.subTest('the same command resumes; process 0 dies'):
       two = self.start_two()
       self.wait_until(lambda: 'resumed after' in self.said(two[0]), two)

@@ -6,8 +6,12 @@ calls only `play`. Each episode is a session with its own address.
   thread per episode   program(task, base_url, model) -> reward
   gateway              records what the program's client samples, under the episode's session
   here                 starts programs, ends those that take too long, turns sessions into rows
+
+With several processes the programs and the gateway are on process 0. The schedulers of all
+processes launch the same programs of JAX, and all processes get the rows.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
@@ -87,8 +91,14 @@ class ProgramAgent(agent_lib.Agent):
         self.config.serve.max_waiting,
         shares_prefixes=False,
     )
-    with gateway.running(self.config, scheduler, self.tokenizer) as server:
-      runs = self._run_programs(server, tasks, keys, sampling, stop_signal)
+    stop_anywhere = hosts.anywhere(stop_signal)
+
+    def play_here() -> list[types.Episode]:
+      with gateway.running(self.config, scheduler, self.tokenizer) as server:
+        runs = self._run_programs(server, tasks, keys, sampling, stop_anywhere)
+      return self._rows_of(runs, groups)
+
+    rows = _by_writer(play_here, scheduler, stop_anywhere)
     counts = scheduler.counts
     self.report = sequences.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
@@ -97,6 +107,12 @@ class ProgramAgent(agent_lib.Agent):
         counts.sampled_tokens,
         counts.decode_steps,
     )
+    return rows
+
+  def _rows_of(
+      self, runs: Sequence[_ProgramRun], groups: Sequence[int] | None
+  ) -> list[types.Episode]:
+    """Returns the rows of all episodes, see `play`."""
     _check_any_ran(self.config.env.kind, runs, trains=groups is not None)
     self._warn_of_rows(runs)
     rows: list[types.Episode] = []
@@ -142,7 +158,6 @@ class ProgramAgent(agent_lib.Agent):
   ) -> list[_ProgramRun]:
     """Runs a program per task, `config.serve.rows` at a time."""
     programs_over = StopSignal()  # ends the programs, also after an error
-    all_stop = hosts.together(stop_signal)
 
     with futures.ThreadPoolExecutor(self.config.serve.rows) as pool:
       runs = []
@@ -151,7 +166,7 @@ class ProgramAgent(agent_lib.Agent):
         runs.append(run)
       try:
         while futures.wait(runs, _POLL_S).not_done:
-          all_stop.raise_if_set()
+          stop_signal.raise_if_set()
       finally:
         programs_over.set()
         pool.shutdown(cancel_futures=True)
@@ -268,14 +283,12 @@ def make_agent(
   allowed = {
       'rollout.routing_replay': rollout.routing_replay != 'sampling',
       'rollout.max_num_gen_batches': rollout.max_num_gen_batches == 1,
-      f'{jax.process_count()} processes': jax.process_count() == 1,
   }
   wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
   if wrong:
     raise UserError(
         f'config.env.kind={config.env.kind!r} does not support {", ".join(wrong)}: agent programs '
-        "need one process, rollout.routing_replay 'none' or 'old_policy', and "
-        'rollout.max_num_gen_batches=1'
+        "need rollout.routing_replay 'none' or 'old_policy', and rollout.max_num_gen_batches=1"
     )
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
@@ -299,6 +312,26 @@ def make_agent(
       greedy=sampler,
       program=program,
   )
+
+
+def _by_writer(
+    play: Callable[[], list[types.Episode]],
+    scheduler: scheduler_lib.Scheduler,
+    stop_anywhere: StopSignal,
+) -> list[types.Episode]:
+  """Returns the episodes that `play` returns on process 0, on all processes.
+
+  Until its scheduler has ended as that of process 0 has, a process exchanges nothing else.
+  """
+  if hosts.num_processes() == 1:
+    return play()
+  if not hosts.is_writer():
+    with scheduler:
+      while scheduler.is_alive:
+        scheduler.wait(_POLL_S)
+        stop_anywhere.is_set()  # if this process has to stop, it tells process 0
+  records = hosts.by_writer(lambda: [episode.to_dict() for episode in play()])
+  return list(map(types.Episode.from_dict, records))
 
 
 def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None:

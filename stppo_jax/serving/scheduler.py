@@ -165,6 +165,7 @@ class Scheduler:
     self._thread = threading.Thread(target=self._run, name='scheduler', daemon=True)
 
   def __enter__(self) -> 'Scheduler':
+    self._finish_programs()
     self._thread.start()
     return self
 
@@ -259,6 +260,7 @@ class Scheduler:
       while True:
         step = self._share(self._next_step() if hosts.is_writer() else None)
         if step.closes:
+          self._finish_programs()
           return
         self._take(step)
         if not self._decodes:
@@ -275,6 +277,13 @@ class Scheduler:
       self._has_failed = True
     finally:
       self._end_all()
+
+  def _finish_programs(self) -> None:
+    """Waits for the device, because CPUs of several processes order the programs of a thread only.
+
+    Collectives of another thread's programs would meet those of this thread.
+    """
+    jax.block_until_ready((self._group.params, self._group.context))
 
   def _next_step(self) -> _Step:
     """Waits for work and takes it."""
