@@ -395,11 +395,11 @@ class FleetTest(parameterized.TestCase):
 
     def answer(request):
       if request.ids == late.ids:
-        time.sleep(0.2)
+        time.sleep(0.1)
         raise http_client.Temporary('ReadTimeout', is_silent=True)
       return servers.TurnAnswer([EOS], [-0.5], 'stop')
 
-    fleet = self.fleet(FakeApi(answer), outage_s=2.0)
+    fleet = self.fleet(FakeApi(answer), outage_s=0.8)
     fleet.settings.engine_timeout_s = 0.1
     weights = self.copy(parameters(0))
     errors = []
@@ -745,14 +745,14 @@ class HttpFaultsTest(parameterized.TestCase):
     self.stops = StopSignal()
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
-    self.engine = remote.RemoteEngine(address, api, 1.0, '0123abcd', self.stops)
+    self.engine = remote.RemoteEngine(address, api, 0.5, '0123abcd', self.stops)
     self.weights = remote.RemoteWeights(3, '/weights/000003')
 
   def sample(self):
     return self.engine.sample(REQUEST, lambda: self.weights)
 
   @parameterized.named_parameters(
-      ('no_answer', lambda handler: time.sleep(3), 'ReadTimeout|ConnectionError', 0.0),
+      ('no_answer', lambda handler: time.sleep(2), 'ReadTimeout|ConnectionError', 0.0),
       ('closed', lambda handler: handler.connection.close(), 'failed', 0.0),
       ('half', lambda handler: answer_with(handler, 200, '{"cho', 99), 'failed', 0.0),
       ('no_json', lambda handler: answer_with(handler, 200, '<html>'), 'KeyError', 0.0),
@@ -839,10 +839,14 @@ def answer_with(handler, status, text, length=None, seconds=None, location=None)
 class FolderTest(absltest.TestCase):
   """The folders that engines load."""
 
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.model, cls.params = convert.load_hf(prepare.EMBEDDED_MODEL)
+
   def setUp(self):
     super().setUp()
     self.folder = self.enterContext(tempfile.TemporaryDirectory())
-    self.model, self.params = convert.load_hf(prepare.EMBEDDED_MODEL)
 
   def tensors(self, name):
     return safetensors.numpy.load_file(os.path.join(self.folder, name))

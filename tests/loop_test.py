@@ -1,5 +1,6 @@
 """The whole loop on a tiny model: what a run writes, resumption, and a failing retriever."""
 
+import functools
 import glob
 import json
 import math
@@ -119,9 +120,13 @@ class LoopTest(parameterized.TestCase):
     self.ahead = self.enterContext(tiny_run.updates_compiled_ahead())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
-  def test_a_run_its_files_and_its_resumption(self):
+  def test_a_run_writes_its_files(self):
     config = make_config()
-    scores = loop.start(config, self.workdir, profile=1)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every call of Python would take seconds
+    trace = functools.partial(jax.profiler.trace, profiler_options=options)
+    with mock.patch.object(jax.profiler, 'trace', trace):
+      scores = loop.start(config, self.workdir, profile=1)
     self.assertContainsSubset(self.ahead, ['annotate', 'update_step', 'with_advantages'])
     self.assertLen(set(self.ahead), len(self.ahead))  # nothing twice
     rows = metrics_lib.read_metrics(self.workdir)
@@ -184,23 +189,6 @@ class LoopTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, r'^[^\n]*seed \(0 there, 1 here\)[^\n]*$'):
         loop.start(make_config(seed=1), self.workdir)
       self.assertEqual(metrics_lib.read_metrics(self.workdir), rows)
-
-    with self.subTest('three at once equal two and one more'):
-      config = make_config(**{'train.updates': 3})
-      loop.start(config, self.workdir)
-      with tempfile.TemporaryDirectory() as whole:
-        loop.start(config, whole)
-        for ours, theirs in zip(
-            metrics_lib.read_metrics(self.workdir), metrics_lib.read_metrics(whole), strict=True
-        ):
-          self.assertEqual(comparable(ours), comparable(theirs))
-        self.assertEqual(
-            read_records(self.workdir, 'train_000003.jsonl'),
-            read_records(whole, 'train_000003.jsonl'),
-        )
-        chex.assert_trees_all_equal(
-            state_after(config, self.workdir, 3), state_after(config, whole, 3)
-        )
 
   def check_records(self, records, row):
     """Checks that an episodes file agrees with itself and with the line of metrics."""
@@ -302,6 +290,7 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(
         list(map(comparable, metrics_lib.read_metrics(killed))), list(map(comparable, rows))
     )
+    self.assertEqual(*(read_records(x, 'train_000003.jsonl') for x in (killed, straight)))
     chex.assert_trees_all_equal(state_after(config, killed, 3), state_after(config, straight, 3))
 
   @pytest.mark.slow

@@ -53,7 +53,7 @@ def serving(answer):
       body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
       with lock:
         asked.append(body | {'path': self.path, 'key': self.headers['Authorization']})
-        status, fields, headers = answer(body)
+      status, fields, headers = answer(body)
       data = json.dumps(fields).encode()
       self.send_response(status)
       for name, value in headers.items():
@@ -66,7 +66,7 @@ def serving(answer):
       pass
 
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-  threading.Thread(target=server.serve_forever, daemon=True).start()
+  threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
   try:
     yield f'http://127.0.0.1:{server.server_port}/v1', asked
   finally:
@@ -149,7 +149,7 @@ class ClientTest(parameterized.TestCase):
     ended = threading.Event()
     self.addCleanup(ended.set)
     limits = client_lib.http_client.ClientLimits(10.0, 0.3)
-    answer = lambda body: completion('x') if len(asked) <= answered else ended.wait()
+    answer = lambda body: ended.wait(60 * (len(asked) > answered)) or completion('x')
     with serving(lambda body: answer(body)) as (address, asked):
       client = self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False}))
       for _ in range(answered):

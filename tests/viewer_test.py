@@ -23,19 +23,19 @@ from tests import report_test
 
 class ViewerTest(parameterized.TestCase):
 
-  def setUp(self):
-    super().setUp()
-    self.folder = self.enterContext(tempfile.TemporaryDirectory())
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
     for name, seed in (('a/seed_0', 0), ('a/seed_1', 1), ('b', 0)):
-      path = os.path.join(self.folder, name)
+      path = os.path.join(cls.folder, name)
       os.makedirs(path)
       report_test.write_fake_run(path, updates=3)
       _change_config(path, seed=seed, train={'updates': 3 if name == 'b' else 9})
-    server = viewer.make_server(self.folder, 0)
-    self.enterContext(server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    self.addCleanup(server.shutdown)
-    self.url = f'http://127.0.0.1:{server.server_port}'
+    server = cls.enterClassContext(viewer.make_server(cls.folder, 0))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    cls.addClassCleanup(server.shutdown)
+    cls.url = f'http://127.0.0.1:{server.server_port}'
 
   def _get(self, path, **headers):
     with request.urlopen(request.Request(self.url + path, headers=headers), timeout=20) as answer:
@@ -47,19 +47,11 @@ class ViewerTest(parameterized.TestCase):
       request.urlopen(wanted, timeout=20)
     return caught.exception.code
 
-  def test_runs_are_found_below_the_folder(self):
-    rows = json.loads(self._get('/api/runs'))
-    self.assertEqual([row['name'] for row in rows], ['a/seed_0', 'a/seed_1', 'b'])
-    self.assertEqual([row['updates'] for row in rows], [3, 3, 3])
-    self.assertEqual(rows[0]['last'], 0.182)
-
-  def test_run_is_what_the_report_shows(self):
-    data = json.loads(self._get('/api/run?name=a/seed_1'))
-    expected = json.loads(report.to_json(report.page_data(os.path.join(self.folder, 'a/seed_1'))))
-    self.assertEqual(data, expected | {'name': 'a/seed_1'})
-
-  def test_new_metrics_change_the_version(self):
+  def test_runs_are_found_and_change_their_version(self):
     before = json.loads(self._get('/api/runs'))
+    self.assertEqual([row['name'] for row in before], ['a/seed_0', 'a/seed_1', 'b'])
+    self.assertEqual([row['updates'] for row in before], [3, 3, 3])
+    self.assertEqual(before[0]['last'], 0.182)
     with metrics.MetricsWriter(os.path.join(self.folder, 'b')) as writer:
       writer.write(4, {'val-core/all/em': 0.9})
     after = json.loads(self._get('/api/runs'))
@@ -67,6 +59,11 @@ class ViewerTest(parameterized.TestCase):
     self.assertEqual(changed, ['b'])
     self.assertEqual([after[2]['updates'], after[2]['last']], [4, 0.9])
     self.assertEqual(json.loads(self._get('/api/run?name=b'))['updates'], 4)
+
+  def test_run_is_what_the_report_shows(self):
+    data = json.loads(self._get('/api/run?name=a/seed_1'))
+    expected = json.loads(report.to_json(report.page_data(os.path.join(self.folder, 'a/seed_1'))))
+    self.assertEqual(data, expected | {'name': 'a/seed_1'})
 
   def test_episodes_of_a_file_and_of_a_question(self):
     group = json.loads(self._get('/api/episodes?name=b&kind=train&update=3'))
