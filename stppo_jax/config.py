@@ -309,6 +309,11 @@ class TeacherSettings(Section):
       3600.0, 'seconds without an answer from the server, after which the run saves and stops',
       at_least=0, resume_safe=True)
 
+  @property
+  def is_given(self) -> bool:
+    """Whether there is a teacher."""
+    return bool(self.folder or self.address)
+
 
 @dataclasses.dataclass
 class OptimizerSettings(Section):

@@ -1,10 +1,11 @@
 """Checks a config: each field by its own rules, then the rules that span fields.
 
 `validate` is called once, before anything heavy; `check_variant` right after it, when the names of
-the objective are resolved. An error is one line: given, allowed, what to do. The rules of a section
-that a config has to name are in sections/, and are imported with it.
+the objective are resolved. An error is one line: given, allowed, what to do. The rules of optional
+parts are in sections/, and the tables below say which setting imports them.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import re
 import typing
 from typing import Any
 
+from stppo_jax import plugins
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import ADDRESS
 from stppo_jax.config import Config
@@ -85,6 +87,20 @@ def _has_schedule(optimizer: Any) -> bool:
 
 _LONGEST_SHOWN = 500  # characters of a rejected value
 
+# Rules of optional parts: whether a config has the part -> the function in sections/.
+_CONFIG_SECTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (lambda config: bool(config.rollout.engine), 'engine:check'),
+    (lambda config: bool(config.rollout.demonstrations), 'demonstrations:check'),
+    (lambda config: config.rollout.allocation != 'even', 'allocation:check'),
+)
+# The same for rules that also read the objective.
+_VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (
+    (lambda config, variant: variant.value_loss == 'hl_gauss', 'value_bins:check'),
+    (lambda config, variant: config.teacher.is_given, 'teacher:check'),
+    (lambda config, variant: bool(config.rollout.demonstrations), 'demonstrations:check_variant'),
+    (lambda config, variant: variant.compares_rows, 'row_objective:check'),
+)
+
 
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
@@ -94,21 +110,18 @@ def validate(config: Config) -> Config:
   _check_replay(config)
   _check_address('eval', config.eval)
   _check_address('teacher', config.teacher)
-  if config.rollout.engine:
-    from stppo_jax.sections import engine
-
-    engine.check(config)
   _check_sizes(config)
-  if config.rollout.demonstrations:
-    from stppo_jax.sections import demonstrations
-
-    demonstrations.check(config)
-  if config.rollout.allocation != 'even':
-    from stppo_jax.sections import allocation
-
-    allocation.check(config)
+  _check_sections(_CONFIG_SECTIONS, config)
   _check_adapters(config)
   return config
+
+
+def _check_sections(sections, *given):
+  """Calls the rules of the optional parts that a config has."""
+  for is_present, rule in sections:
+    if is_present(*given):
+      check = plugins.resolve(f'stppo_jax.sections.{rule}')
+      check(*given)
 
 
 def check_section(prefix: str, section: Any) -> None:
@@ -314,21 +327,10 @@ def check_variant(config: Config, variant: Variant) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
-  if variant.value_loss != 'mse':
-    from stppo_jax.sections import value_bins
-
-    value_bins.check(config, variant)
   _check_teacher(config, variant)
   _check_kl(config, variant)
   _check_groups(config, variant)
-  if config.rollout.demonstrations:
-    from stppo_jax.sections import demonstrations
-
-    demonstrations.check_variant(config, variant)
-  if variant.compares_rows:
-    from stppo_jax.sections import row_objective
-
-    row_objective.check(config, variant)
+  _check_sections(_VARIANT_SECTIONS, config, variant)
   _check_ratio(config, variant)
   _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
@@ -347,7 +349,6 @@ def check_variant(config: Config, variant: Variant) -> None:
 def _check_teacher(config: Config, variant: Variant) -> None:
   """Checks the teacher of on-policy distillation, and the variant that has no other advantage."""
   teacher = config.teacher
-  has_teacher = bool(teacher.folder or teacher.address)
   if teacher.folder and teacher.address:
     raise UserError(
         f'config.teacher.folder={teacher.folder!r} and config.teacher.address='
@@ -358,15 +359,11 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         "config.algorithm.advantage='grao' reads weights that only the algorithm grao has: set "
         '--config.algorithm.variant=grao'
     )
-  if variant.advantage == 'none' and not has_teacher:
+  if variant.advantage == 'none' and not teacher.is_given:
     raise UserError(
         f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
         'teacher: set --config.teacher.folder or --config.teacher.address'
     )
-  if has_teacher:
-    from stppo_jax.sections import teacher as teacher_lib
-
-    teacher_lib.check(config, variant)
 
 
 def _check_kl(config: Config, variant: Variant) -> None:

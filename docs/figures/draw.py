@@ -170,7 +170,7 @@ def draw_update():
 
 def draw_architecture():
   """Draws the folders of the package in the order of their imports."""
-  figure, axis = new_axis(10, 5.6, (0, 20), (0, 11.2))
+  figure, axis = new_axis(10, 6.5, (0, 20), (0, 13))
   rows = (
       (('cli', 'the command'),),
       (
@@ -191,16 +191,20 @@ def draw_architecture():
           ('distributed', 'hosts, HTTP'),
       ),
       (
-          ('config, validation', 'the settings'),
+          ('validation, sections', 'rules of settings,\nthose of optional parts'),
+          ('config', 'the settings'),
+          ('models', 'decoder, families,\nLoRA, experts'),
+      ),
+      (
+          ('systems', 'one file per published\nsystem'),
           ('algorithms', 'advantages, losses,\nratios, correction'),
-          ('models', 'decoder, LoRA,\nexperts, sharding'),
       ),
       (('types, plugins', 'Task, Turn, Episode, TurnBatch'),),
   )
-  colours = ('#555555', BLUE, GREEN, PINK, ORANGE, '#777777')
+  colours = ('#555555', BLUE, GREEN, PINK, ORANGE, RED, '#777777')
   height = 1.45
   for index, (row, colour) in enumerate(zip(rows, colours)):
-    bottom = 9.6 - index * 1.85
+    bottom = 11.4 - index * 1.85
     width = 20 / len(row)
     for column, (name, text) in enumerate(row):
       left = column * width

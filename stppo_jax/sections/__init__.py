@@ -1,0 +1,1 @@
+"""Rules of optional parts. The tables in `validation` say which setting imports which file."""

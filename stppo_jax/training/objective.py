@@ -114,11 +114,7 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
         'sampling: rollout.replay trains on saved batches',
         lambda c, v: not c.rollout.replay,
     ),
-    (
-        'teacher.coef',
-        'teacher.folder or teacher.address',
-        lambda c, v: bool(c.teacher.folder or c.teacher.address),
-    ),
+    ('teacher.coef', 'teacher.folder or teacher.address', lambda c, v: c.teacher.is_given),
     ('teacher.max_outage_s', 'teacher.address', lambda c, v: bool(c.teacher.address)),
     ('model.critic model.critic_folder', 'a critic', lambda c, v: v.needs_critic),
     ('algorithm.value_coef', 'model.critic=shared', validation.has_shared_critic),
