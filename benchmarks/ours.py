@@ -1,7 +1,9 @@
 """Our side of the benchmarks, run in a Worker process. torch_peer.py is the other side."""
 
+from concurrent import futures
 import dataclasses
 import os
+import threading
 import time
 
 import jax
@@ -19,6 +21,8 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.serving import gateway
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -137,6 +141,86 @@ class Sampling:
   def _sampler(self, *key):
     if key not in self._samplers:
       self._samplers[key] = _make_sampler(self.config, *key)
+    return self._samplers[key]
+
+
+class Schedulers(Sampling):
+  """The same episodes through the two schedulers of the package: training's and the server's."""
+
+  def training(self, prompts, observations, budgets, wait_s):
+    """Plays the episodes as a run does; their number of sampled tokens is that of `budgets` [K,B].
+
+    An environment takes `wait_s`, in a thread.
+    """
+    rows = len(prompts)
+    turns = [0] * rows
+    sampler = self._sampler(rows, _total(prompts, observations, budgets.max()), 1.0)
+
+    def respond(said):
+      if wait_s:
+        time.sleep(wait_s)
+      cues = []
+      for turn in said:
+        turns[turn.index] += 1
+        k = turns[turn.index]
+        is_over = k == len(budgets)
+        observation = () if is_over else observations[k - 1][turn.index]
+        cues.append(engine.Prompt(observation, 0 if is_over else int(budgets[k, turn.index])))
+      return cues
+
+    starts = zip(prompts.tolist(), budgets[0].tolist())
+    engine.run(
+        sampler,
+        self._params,
+        [engine.Prompt(prompt, budget) for prompt, budget in starts],
+        jax.random.split(jax.random.key(1), rows),
+        respond,
+        threads=4 if wait_s else 0,
+    )
+
+  def serving(self, prompts, observations, budgets, wait_s):
+    """Plays the same episodes as agent programs would, without HTTP, as many at a time as rows."""
+    sampler = self._serving_sampler(_total(prompts, observations, budgets.max()))
+    keys = jax.device_get(jax.random.key_data(jax.random.split(jax.random.key(1), len(prompts))))
+    no_bytes = [b''] * self.config.vocab_size
+    with scheduler_lib.Scheduler(sampler, self._params, no_bytes, (), 1024) as scheduler:
+
+      def play(index):
+        ids = prompts[index].tolist()
+        for k, budget in enumerate(budgets[:, index].tolist()):
+          done = threading.Event()
+
+          def emit(tokens, unused_logp, finish, ids=ids, done=done):
+            ids.extend(tokens)
+            if finish is not None:
+              done.set()
+
+          key = np.asarray(keys[index]) + np.uint32(k)
+          scheduler.submit([scheduler_lib.Request(list(ids), budget, key, emit, owner=str(index))])
+          done.wait()
+          if wait_s:
+            time.sleep(wait_s)
+          if k < len(observations):
+            ids += observations[k][index].tolist()
+        scheduler.release(str(index))
+
+      with futures.ThreadPoolExecutor(WIDTH) as pool:
+        list(pool.map(play, range(len(prompts))))
+
+  def _serving_sampler(self, slots):
+    key = 'serving', slots
+    if key not in self._samplers:
+      never = np.zeros((2, self.config.vocab_size), np.int32)
+      sizes = sampling.Sizes(
+          slots,
+          rows=WIDTH,
+          steps=gateway.STEPS,
+          slot_buckets=sampling.default_slot_buckets(slots),
+          chunk_buckets=(32, 128),
+      )
+      self._samplers[key] = sampler_lib.Sampler(
+          self.config, never, (), sizes, sampling.Distribution()
+      )
     return self._samplers[key]
 
 
