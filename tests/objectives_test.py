@@ -281,6 +281,7 @@ class RoverTest(ObjectiveTest):
     self.assertAlmostEqual(float(got.pg_loss), np.sum(errors**2) / 4)
     np.testing.assert_allclose(got.outputs.logp, 2 * 2 * errors / 4, atol=1e-12)
     np.testing.assert_array_equal(got.outputs.uniform, 0)
+    self.assertIsNone(got.num_pairs)  # no episode has a score
 
   @parameterized.parameters(0.0, 1.0, 3.0)
   def test_gradient_at_old_policy_is_doubled(self, alpha):

@@ -29,7 +29,7 @@ class RowCotangents(NamedTuple):
   clipped: jax.Array  # [b,T] bool
   row_losses: jax.Array  # [b] the terms of -J by row
   pg_loss: jax.Array  # [] -J
-  num_pairs: jax.Array  # [] groups whose scores differ
+  num_pairs: jax.Array | None  # [] groups whose scores differ; None: tokens are compared
 
 
 def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> RowCotangents:
@@ -47,13 +47,16 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
   log_ratio = outputs.logp - batch.old_logp
   log_ratio = jnp.where(mask, log_ratio, 0)
   log_ratio = segments.bounded(log_ratio)
+  num_pairs = None
+  if variant.compares_episodes:
+    num_pairs = best_and_worst(batch).is_counted.sum()
   return RowCotangents(
       outputs=d_outputs,
       ratio=jnp.exp(log_ratio),
       clipped=clipped & mask,
       row_losses=-row_values,
       pg_loss=loss,
-      num_pairs=best_and_worst(batch).is_counted.sum(),
+      num_pairs=num_pairs,
   )
 
 

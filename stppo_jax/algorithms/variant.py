@@ -381,6 +381,11 @@ class Variant:
     return getattr(self.function('objective'), 'reads', ())
 
   @property
+  def compares_episodes(self) -> bool:
+    """Whether the objective compares rows by one advantage per episode, and not by tokens."""
+    return self.compares_rows and 'aggregation' not in self.objective_reads
+
+  @property
   def needs_reference(self) -> bool:
     """Whether ref_logp is computed."""
     return self.kl_in != 'none' or 'reference' in self.needs

@@ -17,9 +17,8 @@ _SURROGATE_ONLY = {
 def check(config: Config, variant: Variant) -> None:
   """Checks settings against an objective that compares rows."""
   name = variant.described()['objective']
-  reads_episodes = 'aggregation' not in variant.objective_reads
   has_turns = variant.advantage == 'turn_zscore'
-  if (has_turns and reads_episodes) or not variant.needs_groups:
+  if (has_turns and variant.compares_episodes) or not variant.needs_groups:
     raise UserError(
         f'config.algorithm.objective={name!r} reads one advantage per episode, compared within a '
         f'group, and advantage={variant.described()["advantage"]!r} has none: set '

@@ -25,7 +25,7 @@ class PolicySums(NamedTuple):
   row_losses: jax.Array | None = None  # [b] its terms by row
   clipped_objective: jax.Array | None = None  # [] J_c, the part of J that was clipped
   imitation_loss: jax.Array | None = None  # [] None: there are no demonstrations
-  num_pairs: jax.Array | None = None  # [] groups with a pair; None: rows are not compared
+  num_pairs: jax.Array | None = None  # [] groups with a pair; None: no episodes are compared
 
 
 class ValueTokens(NamedTuple):
