@@ -17,7 +17,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.retrieval import bm25
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 
 BEGINNINGS = ('I need to find: {}', 'First I look up: {}', 'What I have to know is: {}')
 CONTINUATIONS = ('Now I need: {}', 'The next thing to look up is: {}', 'That leaves: {}')
@@ -50,7 +50,7 @@ class Demonstrator:
     played, limits = self.play(task, rng), self._limits
     if played is None:
       return None
-    row = sft.encode(self._tokenizer, *played, limits.max_observation)
+    row = supervised.encode(self._tokenizer, *played, limits.max_observation)
     prompt, turns = played
     longest = max(len(self._tokenizer.encode(turn)) for turn, _ in turns)
     fits = (

@@ -37,7 +37,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 from stppo_jax.types import UserError
 
 _FORM = flags.DEFINE_enum(
@@ -68,7 +68,7 @@ def main(unused_argv):
   config = run_config()
   config.model.dtype = _DTYPE.value or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
   config.model.remat = _REMAT.value
-  mesh = sft.make_mesh(_MICRO_BATCH.value)
+  mesh = supervised.make_mesh(_MICRO_BATCH.value)
   folder = prepare.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   passages = task_files.load_corpus(config.data.corpus or config.data.source)
@@ -85,15 +85,17 @@ def main(unused_argv):
   chat.check_matches(tokenizer, shape.vocab_size)
   buckets, chunk = config.train.length_buckets, config.model.logp_chunk or None
   held_out = pools[config.data.eval_split][: _HELD_OUT.value]
-  held_out = [sft.pad([row], buckets) for row in held_out]
+  held_out = [supervised.pad([row], buckets) for row in held_out]
   measure('before', params, shape, held_out, chunk)
-  draw = sft.batches(pools[config.data.train_split], _ROWS.value, _MICRO_BATCH.value, buckets)
-  params = sft.train(
+  draw = supervised.batches(
+      pools[config.data.train_split], _ROWS.value, _MICRO_BATCH.value, buckets
+  )
+  params = supervised.train(
       params,
-      sft.with_kernel(shape, config.model.attention, mesh, buckets),
+      supervised.with_kernel(shape, config.model.attention, mesh, buckets),
       draw,
       steps=_STEPS.value,
-      optimizer=sft.make_optimizer(_LR.value, _STEPS.value),
+      optimizer=supervised.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,
       mesh=mesh,
       logp_chunk=chunk,
@@ -140,7 +142,7 @@ def describe(split, tried, pool):
 
 def measure(when, params, shape, held_out, chunk):
   """Prints loss and perplexity of held-out demonstrations as a JSON line."""
-  nll = sft.loss(params, shape, held_out, chunk)
+  nll = supervised.loss(params, shape, held_out, chunk)
   print(
       json.dumps(
           {

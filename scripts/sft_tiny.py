@@ -33,7 +33,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import prepare
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 from stppo_jax.types import Task
 
 _PRESET = flags.DEFINE_enum('preset', 'tiny', ['tiny', 'tiny-5m'], 'shape of the model')
@@ -131,12 +131,12 @@ def main(unused_argv):
       time.perf_counter() - started,
   )
 
-  params = sft.train(
+  params = supervised.train(
       decoder.init(jax.random.key(_SEED.value), config),
       config,
-      sft.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
+      supervised.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
       steps=_STEPS.value,
-      optimizer=sft.make_optimizer(_LR.value, _STEPS.value),
+      optimizer=supervised.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,
   )
   written = jax.tree.map(lambda x: x.astype(_DTYPE.value), jax.device_get(params))
@@ -352,18 +352,18 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
     )
 
 
-def encode(tokenizer, prompt, turns) -> sft.Demonstration:
+def encode(tokenizer, prompt, turns) -> supervised.Demonstration:
   """Encodes a demonstration, with READ_WEIGHT on prompt and observation tokens that recur.
 
   A name cannot be predicted the first time that it appears, so learning it would be noise.
   """
-  row = sft.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
+  row = supervised.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
   return row._replace(
       weights=np.where(_recurs(row.tokens), row.weights, row.weights * (row.weights == 1))
   )
 
 
-def encode_drill(tokenizer, observation, rng) -> sft.Demonstration:
+def encode_drill(tokenizer, observation, rng) -> supervised.Demonstration:
   """Encodes an observation and thoughts that quote its facts in random order: practice in copying.
 
   The loss counts the values and where they end.
@@ -377,7 +377,7 @@ def encode_drill(tokenizer, observation, rng) -> sft.Demonstration:
       spoken = tokenizer.encode(text)
       ids += spoken
       weights += [weight] * len(spoken)
-  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+  return supervised.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
 def _recurs(tokens):

@@ -31,7 +31,7 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 
@@ -91,12 +91,12 @@ def _make(args: argparse.Namespace) -> None:
       family='llama',
       scan_layers=False,
   )
-  params = sft.train(
+  params = supervised.train(
       decoder.init(jax.random.key(0), model),
       model,
-      sft.batches(pool, 32, 32, (32, 64, 96, 128, 192, 256, 384, 512, 1024)),
+      supervised.batches(pool, 32, 32, (32, 64, 96, 128, 192, 256, 384, 512, 1024)),
       steps=args.steps,
-      optimizer=sft.make_optimizer(3e-3, args.steps),
+      optimizer=supervised.make_optimizer(3e-3, args.steps),
       seed=0,
   )
   convert.save_hf(str(folder), model, jax.device_get(params))
@@ -147,7 +147,7 @@ def play(kind: factory.EnvFactory, make_player, task: Task, seed: int) -> list[P
   return [(prompts[role], turns[role]) for role in players]
 
 
-def encode(tokenizer, framing, prompt, turns) -> sft.Demonstration:
+def encode(tokenizer, framing, prompt, turns) -> supervised.Demonstration:
   """Returns the tokens of an episode, as a rollout has them, and which of them to imitate."""
   ids = chat.encode_prompt(tokenizer, *prompt)
   weights = [0.0] * len(ids)
@@ -156,7 +156,7 @@ def encode(tokenizer, framing, prompt, turns) -> sft.Demonstration:
     said += [] if framing.frame is None else [tokenizer.eos_ids[0]]
     read = framing.encode(observation, said) if observation else []
     ids, weights = [*ids, *said, *read], [*weights, *[1.0] * len(said), *[0.0] * len(read)]
-  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+  return supervised.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
 def write_tokenizer(folder: pathlib.Path, episodes, vocabulary: int, words: bool) -> None:

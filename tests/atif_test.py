@@ -24,7 +24,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.serving import template as template_lib
 from stppo_jax.training import loop
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
@@ -417,7 +417,7 @@ class ReaderTest(parameterized.TestCase):
     )
     self.assertTrue(np.isnan(logp[turn_ids > 0]).all())
     self.assertEqual([turn.action for turn in row.turns], ['tool', 'other'])
-    imitated = sft.from_episode(row)
+    imitated = supervised.from_episode(row)
     self.assertEqual(imitated.tokens[imitated.weights == 1].tolist(), tokens[turn_ids > 0].tolist())
 
   def test_a_folder_of_trials(self):

@@ -36,8 +36,8 @@ from stppo_jax.training import loop
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import sft
 from stppo_jax.training import state as train_state
+from stppo_jax.training import supervised
 from stppo_jax.training import update
 from stppo_jax.types import Episode
 from stppo_jax.types import TurnBatch
@@ -166,11 +166,11 @@ def moved(before, after):
 
 
 def imitation_gradient(batch, rows):
-  """The gradient of training/sft.py on the agent tokens of the rows."""
+  """The gradient of training/supervised.py on the agent tokens of the rows."""
   tokens = batch.tokens[rows]
   weights = batch.action_mask[rows]
   params = decoder.init(jax.random.key(1), MODEL)
-  grads, _ = jax.grad(sft._sums, has_aux=True)(params, MODEL, tokens, weights, None)
+  grads, _ = jax.grad(supervised._sums, has_aux=True)(params, MODEL, tokens, weights, None)
   return jax.tree.map(lambda x: x / weights.sum(), grads)
 
 
@@ -186,7 +186,9 @@ class ImitationTest(parameterized.TestCase):
     rows = np.flatnonzero(IS_DEMONSTRATED)
     expected = jax.tree.map(lambda x: -0.5 * x, imitation_gradient(batch, rows))
     chex.assert_trees_all_close(moved(before.actor, after.actor), expected, rtol=1e-4, atol=1e-6)
-    nll, _ = sft._sums(before.actor, MODEL, batch.tokens[rows], batch.action_mask[rows], None)
+    nll, _ = supervised._sums(
+        before.actor, MODEL, batch.tokens[rows], batch.action_mask[rows], None
+    )
     np.testing.assert_allclose(
         metrics['actor/imitation_loss'], nll / batch.action_mask[rows].sum(), rtol=1e-5
     )

@@ -29,10 +29,10 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
-from stppo_jax.training import imitation
 from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
+from stppo_jax.training import sft
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -155,7 +155,7 @@ class BeforeWeightsTest(PreflightCase):
     self.refused(make_config(**values), 'absent')
 
   def test_sft_without_its_file_leaves_no_folder(self):
-    self.refused(make_config(data__source='/absent.jsonl'), 'absent', run=imitation.start)
+    self.refused(make_config(data__source='/absent.jsonl'), 'absent', run=sft.start)
 
   def test_other_config_is_refused_before_loading(self):
     config = make_config()

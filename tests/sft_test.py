@@ -1,245 +1,228 @@
-"""The warm start: demonstrations are like episodes, and disguised names cannot be memorised."""
+"""Tests of stppo_jax.training.sft: `run.py sft`."""
 
 import dataclasses
-import functools
 import json
+import os
 import pathlib
-import re
 import tempfile
-from unittest import mock
+import unittest
 
 from absl.testing import absltest
 import jax
 import numpy as np
-import optax
+import pytest
 
-from scripts import sft_tiny
-from stppo_jax import tasks as task_files
-from stppo_jax import tokenizer as chat
+from stppo_jax import row_files
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import StopSignal
+from stppo_jax.training import loop
 from stppo_jax.training import sft
+from stppo_jax.training import state as state_lib
+from stppo_jax.training import supervised
 from stppo_jax.types import UserError
+from tests.support import tiny_run
 
-CONFIG = decoder.ModelConfig(
-    vocab_size=16,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    d_ff=32,
-    tie_embeddings=True,
-    scan_layers=False,
-)
+_COLOURS = tiny_run.COLOURS
 
 
-@functools.cache
-def parts():
-  """(training questions, Demonstrator, Disguise, tokenizer) of the embedded model."""
-  tasks = [t for t in task_files.load_tasks('embedded', 'train') if t.dataset != 'medical']
-  passages = task_files.load_corpus('embedded')
-  tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
-  return (
-      tasks,
-      sft_tiny.Demonstrator(tasks, passages),
-      sft_tiny.Disguise(tasks, passages, tokenizer),
-      tokenizer,
-  )
-
-
-def good(task, demonstrator):
-  """A demonstration of the task that ends in the right answer."""
-  for seed in range(200):
-    prompt, turns = demonstrator.play(task, np.random.default_rng(seed))
-    if f'<answer> {task.answers[0]}</answer>' in turns[-1][0]:
-      return prompt, turns
-  raise AssertionError(f'no good demonstration of {task}')
-
-
-class TrainTest(absltest.TestCase):
-
-  def train(self, steps, micro_batch=8, mesh=None):
-    # Token 5 follows 3 and 4, which weigh nothing themselves.
-    pool = [
-        sft.Demonstration(np.array([1, first, 5, 2], np.int32), np.array([0, 0, 1, 1], np.float32))
-        for first in (3, 4)
-        for _ in range(32)
-    ]
-    return sft.train(
-        decoder.init(jax.random.key(0), CONFIG),
-        CONFIG,
-        sft.batches(pool, 8, micro_batch, (4, 8)),
-        steps=steps,
-        optimizer=optax.adam(1e-2),
-        seed=0,
-        mesh=mesh,
+def setUpModule():
+  global FOLDER
+  temporary = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(temporary.cleanup)
+  FOLDER = temporary.name
+  tiny_run.write(FOLDER)
+  rows = []
+  for i in range(24):
+    thing, colour = list(_COLOURS.items())[i % len(_COLOURS)]
+    rows.append(
+        {
+            'messages': [
+                {'role': 'user', 'content': f'Question {i}: Which colour has {thing}?\n'},
+                {'role': 'assistant', 'content': f'<search> {thing}</search>'},
+                {'role': 'tool', 'content': f'<information>{colour}</information>'},
+                {'role': 'assistant', 'content': f'<answer> {colour}</answer>'},
+            ],
+            'split': 'dev' if i >= 20 else 'train',
+        }
     )
+  tiny_run.write_lines(os.path.join(FOLDER, 'chats.jsonl'), rows)
 
-  def logp(self, params):
-    tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
-    x, _ = decoder.trunk(params, CONFIG, tokens, None)
-    return np.asarray(decoder.token_logp(params, CONFIG, x, tokens)[0])
 
-  def test_learns_what_has_weight_and_nothing_else(self):
-    before, after = self.logp(self.train(0)), self.logp(self.train(60))
-    self.assertLess(before[:, 2:].max(), -2)
-    self.assertGreater(after[:, 2:].min(), -0.05)
-    self.assertLess(after[:, 1].max(), -2)  # column 1 weighs 0: it could be known to 1 in 2
+def tearDownModule():
+  unittest.doModuleCleanups()  # pytest leaves that out
 
-  def test_is_deterministic(self):
-    a, b = (jax.device_get(self.train(3)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
-  def test_result_is_independent_of_micro_batches_and_devices(self):
-    whole = jax.device_get(self.train(3))
-    mesh = sharding.make_mesh(2, 2, 1, jax.devices()[:4])
-    split = jax.device_get(self.train(3, micro_batch=4, mesh=mesh))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, split)
+def make_config(**values):
+  settings = {'sft__lr': 3e-3, 'sft__batch': 8, 'sft__epochs': 4, 'eval__every': 4}
+  config = tiny_run.make_config(FOLDER, **(settings | values))
+  config.data.source = os.path.join(FOLDER, 'chats.jsonl')
+  config.data = dataclasses.replace(
+      config.data,
+      **{name.removeprefix('data__'): value for name, value in values.items() if 'data__' in name},
+  )
+  return config
 
-  def test_loss_is_mean_over_imitated_tokens(self):
-    params = self.train(0)
-    weights = np.array([[0.3, 0.3, 1, 0], [0, 0, 1, 1]], np.float32)
-    tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
-    logp = self.logp(params)  # of the same tokens
-    expected = -(logp[0, 2] + logp[1, 2] + logp[1, 3]) / 3
-    batches = [(tokens[:1], weights[:1]), (tokens[1:], weights[1:])]
-    self.assertAlmostEqual(sft.loss(params, CONFIG, batches), expected, places=5)
 
-  def test_learning_rate_rises_and_falls(self):
-    for steps in (1, 2, 16, 400):
-      optimizer = sft.make_optimizer(1.0, steps)
-      params = {'w': np.zeros(1, np.float32)}
-      state, sizes = optimizer.init(params), []
-      for _ in range(steps):
-        updates, state = optimizer.update({'w': np.ones(1, np.float32)}, state, params)
-        sizes.append(-float(updates['w'][0]))  # a constant gradient: Adam steps by the rate itself
-      self.assertAlmostEqual(max(sizes), 1, places=3)
-      self.assertGreater(min(sizes), 0)
+class _Test(absltest.TestCase):
 
-  def test_indivisible_micro_batch_is_refused(self):
-    num = len(jax.devices())
-    self.assertEqual(sft.make_mesh(2 * num).size, num)
-    with self.assertRaisesRegex(UserError, f'^--micro_batch={num + 1}: [^\n]* {num} devices$'):
-      sft.make_mesh(num + 1)
+  def setUp(self):
+    super().setUp()
+    self.enterContext(tiny_run.on_one_device())
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
-  def test_attention_is_that_of_a_run(self):
+  def records(self, workdir=None):
+    path = pathlib.Path(workdir or self.workdir, 'metrics.jsonl')
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+  def weights(self, workdir):
+    config = make_config()
+    config.model.folder = os.path.join(workdir, 'model')
+    return jax.device_get(prepare.load_policy(config)[1])
+
+
+class StartTest(_Test):
+
+  def test_loss_falls_and_stops_change_nothing(self):
+    folder = sft.start(make_config(), self.workdir)
+    self.assertEqual(folder, os.path.join(self.workdir, 'model'))
+    held_out = [r['sft/held_out_loss'] for r in self.records() if 'sft/held_out_loss' in r]
+    self.assertLen(held_out, 4)  # before the 10 steps, after 4, 8 and 10
+    self.assertLess(held_out[-1], held_out[0] - 0.2)
+    other = self.enterContext(tempfile.TemporaryDirectory())
+    polls = iter([False] * 3 + [True])
+    line = sft.start(make_config(), other, StopSignal(lambda: next(polls)))
+    self.assertRegex(line, 'stopped after 3 of 10 steps')
+    self.assertFalse(os.path.exists(os.path.join(other, 'model')))
+    sft.start(make_config(), other)
+    self.assertEqual(self.records(other), self.records())
+    jax.tree.map(np.testing.assert_array_equal, self.weights(other), self.weights(self.workdir))
+
+  def test_an_interrupt_loses_only_steps_since_the_checkpoint(self):
+    polls = iter([False] * 5)
+
+    def interrupt():
+      if next(polls, None) is None:
+        raise KeyboardInterrupt
+      return False
+
+    config = make_config(train__checkpoint_every=2)
+    with self.assertRaises(KeyboardInterrupt):
+      sft.start(config, self.workdir, StopSignal(interrupt))
+    with self.assertLogs('absl', 'INFO') as logs:
+      sft.start(config, self.workdir)
+    self.assertIn('resumed after 4 of 10 steps', ''.join(logs.output))
+    steps = [r['step'] for r in self.records() if 'sft/loss' in r]
+    self.assertEqual(steps, [*range(1, 11)])
+
+  def test_another_config_or_other_conversations_do_not_resume(self):
+    sft.start(make_config(sft__epochs=1), self.workdir)
+    with self.assertRaisesRegex(UserError, 'sft.lr .0.003 there, 0.1 here'):
+      sft.start(make_config(sft__epochs=1, sft__lr=0.1), self.workdir)
+
+  def test_mistakes(self):
+    with self.assertRaisesRegex(UserError, '--config.data.source=FILE'):
+      sft.start(make_config(data__source='embedded'), self.workdir)
+    path = os.path.join(self.workdir, 'qa.jsonl')
+    tiny_run.write_lines(path, [{'question': 'q', 'answers': ['a']}])
+    with self.assertRaisesRegex(UserError, 'qa.jsonl:1: no conversation in the columns question'):
+      sft.start(make_config(data__source=path), self.workdir)
+    tiny_run.write_lines(path, [{'messages': [{'role': 'user', 'content': 'q'}]}])
+    with self.assertRaisesRegex(UserError, 'none of 1 conversations .*1 with no turn'):
+      sft.start(make_config(data__source=path), self.workdir)
+
+  def test_adapters_are_merged_into_the_folder(self):
+    sft.start(make_config(model__lora_rank=2, sft__epochs=1), self.workdir)
+    before = prepare.load_policy(make_config())[1]
+    after = self.weights(self.workdir)
+    change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), jax.device_get(before), after)
+    self.assertEqual(change['embed']['embedding'], 0)
+    self.assertGreater(max(jax.tree.leaves(change)), 0)
+
+
+class PoolsTest(_Test):
+
+  def test_splits_lengths_and_counts(self):
+    with self.assertLogs('absl', 'INFO') as logs:
+      pools = sft.load_pools(make_config())
+    self.assertEqual(tuple(map(len, pools)), (20, 4))
+    self.assertIn('24 of 24 conversations with 48 turns', logs.output[-1])
+    longest = max(len(row.tokens) for row in pools.train)
+    config = make_config(train__length_buckets=(longest - 8,))
+    with self.assertLogs('absl', 'INFO') as logs:
+      pools = sft.load_pools(config)
+    self.assertRegex(logs.output[-1], r'cut after their last turn within \d+ tokens: [1-9]')
+    self.assertLessEqual(max(len(row.tokens) for row in pools.train), longest - 8)
+
+  def test_a_share_is_held_out_without_a_split(self):
+    config = make_config(data__eval_split='other', sft__held_out=0.25)
+    self.assertEqual(tuple(map(len, sft.load_pools(config))), (18, 6))
+    again = sft.load_pools(config)
+    np.testing.assert_array_equal(again[1][0].tokens, sft.load_pools(config)[1][0].tokens)
+
+
+class TrainerTest(_Test):
+
+  def trainer(self, micro_batch, buckets):
+    config = decoder.ModelConfig(
+        vocab_size=16,
+        d_model=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        d_ff=32,
+        scan_layers=False,
+    )
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    chosen = lambda wanted, mesh: sft.with_kernel(in_half, wanted, mesh, (128,)).attention
-    in_half = dataclasses.replace(CONFIG, dtype='bfloat16')
-    self.assertEqual(chosen('auto', mesh), 'plain')  # the kernels need an accelerator
-    gpu = mock.Mock(platform='gpu', compute_capability='9.0')
-    self.assertEqual(chosen('auto', mock.Mock(devices=np.array([gpu]))), 'cudnn')
-    with self.assertRaisesRegex(UserError, "attention='cudnn' needs an NVIDIA GPU"):
-      chosen('cudnn', mesh)
+    optimizer = supervised.make_optimizer(1e-2, 10)
+    trainer = sft.Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
+    return trainer, decoder.init(jax.random.key(0), config)
 
-
-class BatchesTest(absltest.TestCase):
-
-  def pool(self, lengths):
-    return [sft.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32)) for n in lengths]
-
-  def test_each_row_is_drawn_once(self):
-    draw = sft.batches(self.pool(range(1, 9)), 8, 2, (8,))
-    tokens, weights = draw(np.random.default_rng(0))
-    self.assertEqual((tokens.shape, weights.shape), ((4, 2, 8), (4, 2, 8)))
-    self.assertCountEqual(tokens.max(axis=2).ravel(), range(1, 9))
-    np.testing.assert_array_equal(weights.sum(axis=2), tokens.max(axis=2))
-
-  def test_rows_of_a_batch_have_like_lengths(self):
-    draw = sft.batches(self.pool(range(1, 1 + 4 * sft.WINDOW)), 4, 1, (4 * sft.WINDOW,))
-    for seed in range(20):  # the window is the whole pool
-      tokens, _ = draw(np.random.default_rng(seed))
-      self.assertEqual(np.ptp(tokens.max(axis=2)), 3)
-
-  def test_every_row_is_as_likely_as_any_other(self):
-    draw, rng = sft.batches(self.pool(range(1, 41)), 4, 4, (40,)), np.random.default_rng(0)
-    drawn = np.concatenate([draw(rng)[0].max(axis=2).ravel() for _ in range(4000)])
-    counts = np.bincount(drawn, minlength=41)[1:]  # 400 each
-    np.testing.assert_allclose(counts, 400, atol=5 * np.sqrt(400))
-
-  def test_refusals(self):
-    with self.assertRaisesRegex(UserError, '9 tokens'):
-      sft.pad(self.pool([9]), (4, 8))
-    with self.assertRaisesRegex(UserError, 'micro_batch=3'):
-      sft.batches(self.pool([1] * 8), 8, 3, (8,))
-    with self.assertRaisesRegex(UserError, '7 demonstrations'):
-      sft.batches(self.pool([1] * 7), 8, 8, (8,))
-
-
-class DemonstrationsTest(absltest.TestCase):
-
-  def test_every_question_can_be_demonstrated(self):
-    tasks, demonstrator, _, tokenizer = parts()
-    for task in tasks[::97]:
-      prompt, turns = good(task, demonstrator)
-      self.assertLen(re.findall('<search>', ''.join(text for text, _ in turns)), task.hops)
-      row = sft_tiny.encode(tokenizer, prompt, turns)
-      imitated = tokenizer.decode(row.tokens[row.weights == 1])
-      self.assertEqual(imitated, ''.join(text for text, _ in turns))
-
-  def test_disguise_renames_alike_everywhere(self):
-    tasks, demonstrator, disguise, _ = parts()
-    real, renamed = 0, 0
-    for i, task in enumerate(tasks[::97]):
-      prompt, turns = good(task, demonstrator)
-      text = prompt + ''.join(turn + seen for turn, seen in turns)
-      new_prompt, new_turns = disguise(prompt, turns, np.random.default_rng(i))
-      new_text = new_prompt + ''.join(turn + seen for turn, seen in new_turns)
-      if new_text == text:
-        real += 1
-        continue
-      renamed += 1
-      # The chain still holds: each title that is searched for stands in what comes back, and the
-      # answer in the last passage.
-      for turn, seen in new_turns[:-1]:
-        title = re.search(r'<search> (.*?)</search>', turn)[1]
-        self.assertStartsWith(seen, f'<information> {title}: ')
-      answer = re.search(r'<answer> (.*?)</answer>', new_turns[-1][0])[1]
-      self.assertIn(answer, new_turns[-2][1])
-    self.assertGreater(renamed, 4 * real)
-
-  def test_no_name_has_a_word_twice(self):
-    """Such as 'Braga Braga'; words of earlier names may recur."""
-    disguise, rng = parts()[2], np.random.default_rng(0)
-    earlier = {'Paris': 'Braga', 'Rome': 'Braga City'}
-    names = [disguise._new_name(earlier, rng) for _ in range(500)]
-    twice = [
-        name for name in names if len(set(words := re.findall('[A-Z]\\w*', name))) < len(words)
-    ]
-    self.assertEmpty(twice)
-    self.assertGreater(sum('Braga' in name for name in names), 10)
-
-  def test_numbers_keep_their_length(self):
-    _, _, disguise, _ = parts()
+  def pool(self):
     rng = np.random.default_rng(0)
-    for _ in range(50):
-      text = disguise._rename('in 1898 about 5,000 people, code 7.', {}, rng)
-      self.assertRegex(text, r'^in [1-9]\d{3} about \d,[1-9]\d\d people, code \d\.$')
+    rows = []
+    for length in (3, 5, 6, 8, 2):
+      weights = (rng.random(length) < 0.6).astype(np.float32)
+      weights[-1] = 1
+      weights[0] = 0
+      rows.append(supervised.Demonstration(rng.integers(0, 16, length).astype(np.int32), weights))
+    return rows
+
+  def test_packed_loss_is_that_of_single_rows(self):
+    trainer, params = self.trainer(2, (8, 16))
+    alone = [supervised.pad([row], (8,)) for row in self.pool()]
+    expected = supervised.loss(params, trainer.model, alone)
+    self.assertAlmostEqual(trainer.loss(params, self.pool(), 3), expected, places=5)
+
+  def test_bins_do_not_change_a_step(self):
+    results = []
+    for micro_batch, buckets in ((1, (8,)), (2, (8, 16)), (4, (32,))):
+      trainer, params = self.trainer(micro_batch, buckets)
+      state, loss = trainer.step(trainer.init(params), trainer.rows(self.pool(), 6))
+      results.append((loss, jax.device_get(state['actor'])))
+    for loss, actor in results[1:]:
+      self.assertAlmostEqual(loss, results[0][0], places=5)
+      close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
+      jax.tree.map(close, actor, results[0][1])
 
 
-class StoredModelTest(absltest.TestCase):
+@pytest.mark.slow
+class RunTest(_Test):
 
-  def test_tokenizer_is_that_of_the_script(self):
-    tasks, demonstrator, _, _ = parts()
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    passages = task_files.load_corpus('embedded')
-    sft_tiny.train_tokenizer(tasks, passages, demonstrator, folder)
-    for name in 'tokenizer.json', 'tokenizer_config.json':
-      made, stored = (
-          pathlib.Path(where, name).read_text(encoding='utf-8')
-          for where in (folder, prepare.EMBEDDED_MODEL)
-      )
-      self.assertEqual(json.loads(made), json.loads(stored))
-
-  def test_words_of_names_are_one_token(self):
-    tokenizer = parts()[3]
-    titles = [p.title for p in task_files.load_corpus('embedded') if p.id[:2] in sft_tiny.KINDS]
-    words = {word for title in titles for word in re.findall(r'^[A-Za-z]+$', title)}
-    self.assertGreater(len(words), 800)
-    split = [word for word in words if len(tokenizer.encode(' ' + word)) > 1]
-    self.assertEmpty(split)
+  def test_run_starts_from_folder_and_is_imitated(self):
+    folder = sft.start(make_config(), self.workdir)
+    config = tiny_run.make_config(FOLDER, train__updates=1)
+    config.model.folder = folder
+    run = os.path.join(self.workdir, 'rl')
+    loop.start(config, run)
+    source = os.path.join(run, 'episodes')
+    row_files.log_once.cache_clear()
+    config = make_config(data__source=source, sft__min_reward=-1.0, sft__epochs=1)
+    sft.start(config, os.path.join(self.workdir, 'again'))
+    with self.assertRaisesRegex(UserError, 'with a score below 2'):
+      sft.load_pools(make_config(data__source=source, sft__min_reward=2.0))
 
 
 if __name__ == '__main__':

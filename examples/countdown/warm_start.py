@@ -19,7 +19,7 @@ from examples.countdown import env
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 
 FOLDER = pathlib.Path(__file__).parent / 'model'
 _STEPS = flags.DEFINE_integer('steps', 1500, 'optimizer steps')
@@ -44,13 +44,15 @@ def main(unused_argv):
   )
   rng = np.random.default_rng(0)
   tasks = [env.make_task('demonstration', seed) for seed in range(20_000)]
-  pool = [sft.encode(tokenizer, f'{t.question}:', [(demonstrate(t, rng), '')], 0) for t in tasks]
-  params = sft.train(
+  pool = [
+      supervised.encode(tokenizer, f'{t.question}:', [(demonstrate(t, rng), '')], 0) for t in tasks
+  ]
+  params = supervised.train(
       decoder.init(jax.random.key(0), config),
       config,
-      sft.batches(pool, 128, 128, (24,)),
+      supervised.batches(pool, 128, 128, (24,)),
       steps=_STEPS.value,
-      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,
   )
   convert.save_hf(str(FOLDER), config, jax.device_get(params))

@@ -18,7 +18,7 @@ from examples.guess_number import env
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.training import sft
+from stppo_jax.training import supervised
 from stppo_jax.types import Task
 
 FOLDER = pathlib.Path(__file__).parent / 'model'
@@ -49,18 +49,18 @@ def main(unused_argv):
   )
   rng = np.random.default_rng(0)
   pool = [demonstrate(tokenizer, rng) for _ in range(10_000)]
-  params = sft.train(
+  params = supervised.train(
       decoder.init(jax.random.key(0), config),
       config,
-      sft.batches(pool, 32, 32, (64,)),
+      supervised.batches(pool, 32, 32, (64,)),
       steps=_STEPS.value,
-      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,
   )
   convert.save_hf(str(FOLDER), config, jax.device_get(params))
 
 
-def demonstrate(tokenizer, rng) -> sft.Demonstration:
+def demonstrate(tokenizer, rng) -> supervised.Demonstration:
   """Plays the environment, well or badly, and returns the tokens with the weights of the loss."""
   framing = chat.make_framing(tokenizer, env.GuessNumber.frame, limit=32)
   game = env.GuessNumber(Task('', ''), MAX_TURNS)
@@ -81,7 +81,7 @@ def demonstrate(tokenizer, rng) -> sft.Demonstration:
     answer = [] if is_over else framing.encode(observation, turn)
     ids += [*turn, *answer]
     weights += [1.0] * len(turn) + [0.0] * len(answer)
-  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+  return supervised.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
 def write_tokenizer():

@@ -1,12 +1,14 @@
-"""Demonstrations in a batch: rows that the policy did not sample.
+"""Demonstrations in a batch of reinforcement learning: rows that the policy did not sample.
 
-An imitation loss (`Variant.imitation`) raises the log-probs of their agent tokens:
+`rollout/demonstrations.py` plays them. An imitation loss (`Variant.imitation`) raises the log-probs
+of their agent tokens:
 
   L = -(1/n) sum of logp over the n agent tokens of the step's demonstrations
 
 The mean is over demonstrations alone, so that it does not depend on the number of sampled rows. It
-is the loss of training/sft.py. The mean is over an optimizer step: with several steps per update, a
-token weighs more in a step with few demonstrations. A step without any has no imitation loss.
+is the loss of `run.py sft` (training/sft.py). The mean is over an optimizer step: with several
+steps per update, a token weighs more in a step with few demonstrations. A step without any has no
+imitation loss.
 Choice: the log-probs are those at `rollout.temperature`, as everywhere else in the trainer.
 """
 

@@ -56,7 +56,7 @@ class Mode:
 
 MODES = {
     'train': Mode('training:train', flags=('profile',), starts_jax=True, stops=True),
-    'sft': Mode('imitation:sft', starts_jax=True, suffix='_sft', stops=True),
+    'sft': Mode('sft:sft', starts_jax=True, suffix='_sft', stops=True),
     'eval': Mode('policies:evaluate', reads_run=True, starts_jax=True, stops=True),
     'sample': Mode(
         'policies:sample', flags=('batches',), reads_run=True, starts_jax=True, stops=True

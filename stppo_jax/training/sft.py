@@ -1,246 +1,450 @@
-"""Supervised warm start: demonstrations in, parameters out."""
+"""Supervised training on conversations before reinforcement learning: the mode `run.py sft`.
 
-from collections.abc import Callable
+The loss is the mean negative log-prob of the assistant's tokens in a step. Conversations share bins
+as the episodes of a run do (`packing`). The model, its adapters and its layout are those of a run.
+Checkpoints hold the parameters and the moments, and the same command resumes from the newest one.
+"""
+
+import collections
+from collections.abc import Iterable
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import math
-import time
-import typing
+import os
+import pathlib
+import shutil
+from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from stppo_jax import components
+from stppo_jax import row_files
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.config import Config
+from stppo_jax.distributed import hosts
+from stppo_jax.envs import tool_calls
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
-from stppo_jax.rollout import batching
-from stppo_jax.types import UserError
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.rollout import prepare
+from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
+from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import packing
+from stppo_jax.training import state as state_lib
+from stppo_jax.training import supervised
+from stppo_jax.trajectories import conversations
+from stppo_jax.trajectories import saved
 
-WINDOW = 8  # batches that are sorted by length together
-
-Batch = tuple[np.ndarray, np.ndarray]  # (tokens int32, weights float32), both [..,B,T]
-
-
-class Demonstration(typing.NamedTuple):
-  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on the others."""
-
-  tokens: np.ndarray  # [T] int32
-  weights: np.ndarray  # [T] float32
-
-
-def make_mesh(micro_batch: int) -> jax.sharding.Mesh:
-  """Makes a mesh of all devices. UserError: rows of `--micro_batch` cannot be split over them."""
-  mesh = sharding.make_mesh(1, -1, 1)
-  if micro_batch % mesh.size:
-    raise UserError(f'--micro_batch={micro_batch}: give a multiple of the {mesh.size} devices')
-  return mesh
+_NO_CRITIC = variants.Variant(advantage='group_zscore', kl_in='none')
+_MIN_HELD_OUT = 1
 
 
-def with_kernel(
-    config: decoder.ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
-) -> decoder.ModelConfig:
-  """Returns the model with the attention of a run: `backend` is config.model.attention."""
-  device = mesh.devices.flat[0]
-  dtype = config.dtype
-  chosen = attention.choose(
-      backend, device, dtype, config.head_dim, lengths, config.attention_softcap
+class Pools(NamedTuple):
+  """The conversations to train on, and those that are held out."""
+
+  train: list[supervised.Demonstration]
+  held_out: list[supervised.Demonstration]
+
+
+class Rows(NamedTuple):
+  """The conversations of a step in their bins."""
+
+  tokens: np.ndarray  # [b,T] int32
+  mask: np.ndarray  # [b,T] float32, 1 for the assistant's tokens
+  packing: packing.Packing
+
+
+def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
+  """Trains, or resumes; returns the folder of the model, or a line if it was asked to stop.
+
+  After a stop, the state after the last whole step is saved. After an interrupt, steps since the
+  newest checkpoint (`train.checkpoint_every`) are lost.
+  """
+  validation.validate(config)
+  if config.data.source == 'embedded':
+    raise types.UserError(
+        'sft trains on conversations, and config.data.source is not set: give a file with '
+        'messages, conversations, or prompt and completion: --config.data.source=FILE'
+    )
+  workdir_lib.check_path(workdir)
+  pools = load_pools(config)  # before the folder is made: a missing file leaves none
+  with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+    _claim(config, workdir, pools)
+    return _run(config, workdir, pools, stop_signal)
+
+
+def _claim(config, workdir, pools):
+  """Checks that `workdir` belongs to this training, or writes config.json there."""
+  own = validation.changeable_on_resume(config, with_critic=False)
+  may_change = [name for name in own if not name.startswith('sft.')]
+  digest = hashlib.sha256()
+  for row in pools.train:
+    digest.update(row.tokens.tobytes())
+  hosts.require_same('conversations', digest.hexdigest())
+  record = dataclasses.asdict(config)
+  accepts_changes = config.train.accept_changed_plugins
+  sources = components.sources(config)
+  hosts.by_writer(
+      workdir_lib.claim, workdir, record, may_change, sources, {'mode': 'sft'}, accepts_changes
   )
-  return dataclasses.replace(config, attention=chosen)
+  hosts.by_writer(workdir_lib.claim_questions, workdir, digest.hexdigest()[:16], accepts_changes)
 
 
-def train(
-    params: dict,
-    config: decoder.ModelConfig,
-    draw: Callable[[np.random.Generator], Batch],
-    *,
-    steps: int,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    mesh: jax.sharding.Mesh | None = None,
-    logp_chunk: int | None = None,
-    log_every: int = 100,
-) -> dict:
-  """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
+def load_pools(config: Config) -> Pools:
+  """Reads and renders the conversations of config.data.source. UserError: there are none to use."""
+  env = components.resolve(config).env
+  tokenizer = prepare.load_tokenizer(config, env.frame)
+  shape = prepare.load_shape(config)
+  tokenizer_lib.check_matches(tokenizer, shape.vocab_size)
+  tool_form = tool_calls.form_name(config.serve.tool_form, tokenizer.template)
+  renderer = conversations.Renderer(
+      tokenizer, config.rollout.max_observation, tool_form, tuple(env.stop_strings)
+  )
+  longest = min(config.train.length_buckets[-1], shape.max_positions)
+  by_split: dict[str, list[supervised.Demonstration]] = {'train': [], 'held out': []}
+  counts: collections.Counter[str] = collections.Counter()
+  num_turns = 0
+  for split, episode in _episodes(config, renderer):
+    counts['all'] += 1
+    if isinstance(episode, str):
+      counts[episode] += 1
+      continue
+    shorter = conversations.fitted(episode, longest)
+    if shorter is None:
+      counts[f'a first turn beyond {longest} tokens'] += 1
+      continue
+    if len(shorter.turns) < len(episode.turns):
+      counts['cut'] += 1
+    num_turns += len(shorter.turns)
+    is_held_out = tasks_lib.same_split(split, config.data.eval_split)
+    by_split['held out' if is_held_out else 'train'].append(supervised.from_episode(shorter))
+  for name in list(by_split):
+    by_split[name] = [row for row in by_split[name] if (row.weights > 0).any()]
+  total = counts.pop('all', 0)
+  num_cut = counts.pop('cut', 0)
+  left_out = ', '.join(f'{number} with {reason}' for reason, number in counts.items())
+  usable = len(by_split['train']) + len(by_split['held out'])
+  logging.info(
+      '%d of %d conversations with %d turns to imitate; left out: %s; cut after their last turn '
+      'within %d tokens: %d',
+      usable,
+      total,
+      num_turns,
+      left_out or 'none',
+      longest,
+      num_cut,
+  )
+  pools = _with_held_out(config, Pools(by_split['train'], by_split['held out']))
+  if not pools.train:
+    raise types.UserError(
+        f'config.data.source={config.data.source!r}: none of {total} conversations can be trained '
+        f'on ({left_out or "no row"}): give others'
+    )
+  return pools
 
-  `draw(rng)` returns (tokens, weights), each [micro-batches,b,T], as `batches` makes them. Their
-  gradients are summed, so the split changes memory and never the result. Deterministic for a seed.
-  The mesh is by default the first device. Donates `params`.
-  """
-  if mesh is None:
-    first_device = jax.devices()[:1]
-    mesh = sharding.make_mesh(1, 1, 1, first_device)
-  config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
+
+def _with_held_out(config, pools):
+  """Returns the pools with a share of the conversations held out, if none are."""
+  if pools.held_out or not config.sft.held_out:
+    return pools
+  order = np.random.default_rng(config.seed).permutation(len(pools.train))
+  number = max(_MIN_HELD_OUT, round(config.sft.held_out * len(pools.train)))
+  if number >= len(pools.train):
+    return pools
+  chosen = set(order[:number].tolist())
+  held_out = [row for i, row in enumerate(pools.train) if i in chosen]
+  train = [row for i, row in enumerate(pools.train) if i not in chosen]
+  return Pools(train, held_out)
+
+
+def _episodes(config, renderer) -> Iterable[tuple[str, types.Episode | str]]:
+  """Yields (split, episode), or the reason why a conversation is left out."""
+  parts = [part.strip() for part in config.data.source.split(',')]
+  folders = [part for part in parts if saved.has_batches(part)]
+  for folder in folders:
+    yield from _saved_episodes(folder, renderer.tokenizer, config.sft.min_reward)
+  others = [part for part in parts if part not in folders]
+  if not others:
+    return
+  for path, split in tasks_lib.files_of(','.join(others)).items():
+    for row, conversation in conversations.read(path, config.sft.min_reward):
+      if isinstance(conversation, str):
+        yield '', conversation
+        continue
+      with row_files.explain(path, row.number):
+        episode = renderer.episode(conversation, f'{path.stem}-{row.number}')
+      yield conversation.split or split, episode
+
+
+def _saved_episodes(folder, tokenizer, min_score):
+  for number in saved.numbers(folder):
+    for episode in saved.read(saved.path_of(folder, number), tokenizer).episodes:
+      if episode.failed or not episode.turns:
+        yield '', 'no turn, or a failed environment'
+      elif not episode.score >= min_score:
+        yield '', f'a score below {min_score:g}'
+      else:
+        yield '', episode
+
+
+def make_rows(
+    pool: Sequence[supervised.Demonstration],
+    num_rows: int,
+    micro_batch: int,
+    buckets: Sequence[int],
+    shared: bool,
+) -> Rows:
+  """Packs at most `num_rows` conversations into bins. Rows of padding are in none of them."""
+  tokens = np.zeros((num_rows, buckets[-1]), np.int32)
+  mask = np.zeros((num_rows, buckets[-1]), np.float32)
+  lengths = np.zeros(num_rows, np.int32)
+  for i, row in enumerate(pool):
+    length = len(row.tokens)
+    tokens[i, :length] = row.tokens
+    mask[i, :length] = row.weights == 1
+    lengths[i] = length
+  return Rows(tokens, mask, packing.pack(lengths, micro_batch, buckets, shared))
+
+
+class Trainer:
+  """The compiled step and the compiled loss of a model."""
+
+  def __init__(
+      self,
+      model: decoder.ModelConfig,
+      frozen: state_lib.Frozen,
+      optimizer: optax.GradientTransformation,
+      mesh: jax.sharding.Mesh,
+      micro_batch: int,
+      buckets: Sequence[int],
+      logp_chunk: int | None = None,
+  ):
+    self.model = dataclasses.replace(model, row_sharding=sharding.rows(mesh))
+    self.frozen = frozen
+    self.micro_batch = micro_batch
+    self.buckets = tuple(buckets)
+    self.shared = attention.takes_segments(model.attention)
+    self._optimizer = optimizer
+    self._mesh = mesh
+    self._logp_chunk = logp_chunk
+    self._step = jax.jit(self._take_step, donate_argnums=0)
+    self._loss = jax.jit(self._sum_loss)
+
+  def init(self, actor: dict) -> dict[str, Any]:
+    """Returns the state of training around the parameters."""
+    shapes = jax.eval_shape(self._optimizer.init, actor)
+    make = jax.jit(self._optimizer.init, out_shardings=self._places(shapes))
+    return {'actor': actor, 'opt': make(actor)}
+
+  def step(self, state: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], float]:
+    """Returns the state after an optimizer step, and the loss before it. Donates the state."""
+    state, loss = self._step(state, self.frozen, self._put(rows))
+    return state, float(loss)
+
+  def loss(self, actor: dict, pool: Sequence[supervised.Demonstration], num_rows: int) -> float:
+    """Returns the mean negative log-prob of the assistant's tokens in a pool."""
+    total = 0.0
+    count = 0.0
+    for start in range(0, len(pool), num_rows):
+      rows = self.rows(pool[start : start + num_rows], num_rows)
+      total += float(self._loss(actor, self.frozen, self._put(rows)))
+      count += float(_predicted(rows.mask).sum())
+    return total / max(count, 1)
+
+  def rows(self, pool: Sequence[supervised.Demonstration], num_rows: int) -> Rows:
+    """Packs conversations, see `make_rows`."""
+    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared)
+
+  def _put(self, rows):
+    return hosts.put(rows, sharding.replicated(self._mesh))
+
+  def _places(self, tree):
+    return sharding.tree_shardings(tree, self._mesh)
+
+  def _micro_batch_loss(self, actor, frozen, rows, layout):
+    """Returns the sum of negative log-probs of the assistant's tokens of a micro-batch."""
+    params = frozen.policy(actor)
+    tokens = layout.pack(rows.tokens)
+    segments = layout.segments if self.shared else None
+    x, _ = decoder.trunk(params, self.model, tokens, segments=segments)
+    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk)
+    return -jnp.sum(layout.unpack(logp) * rows.mask)
+
+  def _sum(self, function, rows):
+    num_tokens = rows.tokens.shape[1]
+    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, num_tokens)
+
+  def _sum_loss(self, actor, frozen, rows):
+    def one(layout):
+      return self._micro_batch_loss(actor, frozen, rows, layout)
+
+    return self._sum(one, rows)
+
+  def _take_step(self, state, frozen, rows):
+    def one(layout):
+      loss_of = jax.value_and_grad(self._micro_batch_loss)
+      loss, grads = loss_of(state['actor'], frozen, rows, layout)
+      return loss, jax.lax.with_sharding_constraint(grads, self._places(grads))
+
+    loss, grads = self._sum(one, rows)
+    count = jnp.maximum(_predicted(rows.mask).sum(), 1)
+    grads = jax.tree.map(lambda g: g / count, grads)
+    updates, opt = self._optimizer.update(grads, state['opt'], state['actor'])
+    actor = optax.apply_updates(state['actor'], updates)
+    return {'actor': actor, 'opt': opt}, loss / count
+
+
+def _predicted(mask):
+  """Returns the mask without the first column, whose tokens have no log-prob."""
+  return mask[:, 1:]
+
+
+def _run(config, workdir, pools, stop_signal):
+  """Trains on the pools; returns the folder of the model."""
+  mesh = sharding.mesh_of(config.mesh)
+  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
-  row_sharding = NamedSharding(mesh, P(None, *sharding.ROWS))
-  differentiate = jax.value_and_grad(_sums, has_aux=True)
+  batch = min(config.sft.batch, len(pools.train))
+  num_steps = math.ceil(config.sft.epochs * len(pools.train) / batch)
+  models = _load_models(config, place)
+  buckets = config.train.length_buckets
+  model = supervised.with_kernel(models.model, config.model.attention, mesh, buckets)
+  trainer = Trainer(
+      model,
+      models.frozen,
+      supervised.make_optimizer(config.sft.lr, num_steps),
+      mesh,
+      config.train.micro_batch,
+      buckets,
+      config.model.logp_chunk or None,
+  )
+  state = trainer.init(models.actor)
+  del models
+  numbers = [types.Task(str(i)) for i in range(len(pools.train))]
+  order = tasks_lib.TaskStream(numbers, batch, config.seed)
+  num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  with checkpoint.Checkpoints(workdir, 1, config.train.on_save_error, num_bytes) as checkpoints:
+    done = checkpoints.newest() or 0
+    if done:
+      like = sharding.shapes(state)
+      del state
+      state = checkpoints.restore(done, like)
+      logging.info('resumed after %d of %d steps', done, num_steps)
+    log = _Log(workdir, done, num_steps)
+    if not done:
+      log.held_out(0, trainer.loss(state['actor'], pools.held_out, batch))
+    all_stop = hosts.together(stop_signal)
+    for n in range(done + 1, num_steps + 1):
+      if all_stop.is_set():
+        checkpoints.save(n - 1, state, {})
+        return f'stopped after {n - 1} of {num_steps} steps; the same command continues'
+      chosen = [pools.train[int(number.id)] for number in order.take(n - 1)]
+      rows = trainer.rows(chosen, batch)
+      state, loss = trainer.step(state, rows)
+      if not math.isfinite(loss):
+        raise types.RunError(
+            f'the loss of step {n} is {loss}: lower --config.sft.lr={config.sft.lr:g}, in another '
+            '--workdir'
+        )
+      log.step(n, loss)
+      every = config.eval.every
+      if n == num_steps or (every and n % every == 0):
+        log.held_out(n, trainer.loss(state['actor'], pools.held_out, batch))
+      every = config.train.checkpoint_every
+      if n == num_steps or (every and n % every == 0):
+        checkpoints.save(n, state, {})
+  return write(config, workdir, trainer.model, trainer.frozen, state['actor'])
 
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, tokens, weights):
-    def accumulate(sums, micro_batch):
-      (_, imitated), grads = differentiate(params, config, *micro_batch, logp_chunk)
-      sums = optax.tree.add(sums, (imitated, grads))
-      return jax.lax.with_sharding_constraint(sums, place(sums)), None
 
-    no_grads = optax.tree.zeros_like(params)
-    zeros = (jnp.zeros(()), no_grads)
-    (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
-    total = jnp.maximum(weights.sum(), 1)
-    is_imitated = weights == 1
-    num_imitated = jnp.maximum(is_imitated.sum(), 1)
-    grads = jax.tree.map(lambda g: g / total, grads)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, imitated / num_imitated
+def _load_models(config, place):
+  """Loads the policy, or its adapters and their base."""
 
-  rng = np.random.default_rng(seed)
-  params = jax.device_put(params, place(params))
-  opt_shapes = jax.eval_shape(optimizer.init, params)
-  init = jax.jit(optimizer.init, out_shardings=place(opt_shapes))
-  opt_state = init(params)
-  losses = []
-  started = time.perf_counter()
-  for n in range(1, steps + 1):
-    batch = jax.device_put(draw(rng), row_sharding)
-    params, opt_state, value = step(params, opt_state, *batch)
-    losses.append(value)
-    if n % log_every == 0:
-      mean = np.mean(jax.device_get(losses))
-      step_s = (time.perf_counter() - started) / len(losses)
-      logging.info(
-          'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s per step',
-          n,
-          steps,
-          mean,
-          step_s,
+  def load_model(config, head, folder=None, unused_memory_kind=None):
+    return prepare.load_policy(config, head, folder, place)
+
+  def make(function):
+    shapes = jax.eval_shape(function)
+    return jax.jit(function, out_shardings=place(shapes))()
+
+  return learner_lib.load(config, _NO_CRITIC, load_model, make)
+
+
+def write(
+    config: Config, workdir: str, model: decoder.ModelConfig, frozen: state_lib.Frozen, actor: dict
+) -> str:
+  """Writes the policy as a Hugging Face folder; returns its path. Adapters are merged."""
+  folder = os.path.join(workdir, 'model')
+  source = prepare.model_folder(config)
+  params = actor
+  if config.model.lora_rank:
+    from stppo_jax.models import lora
+
+    params = jax.jit(lora.merge, static_argnums=2)(frozen.actor, actor, model.lora_scale)
+  dtype = hf_export.dtype_to_write(source, config.model.param_dtype)
+  env = components.resolve(config).env
+  tokenizer = prepare.load_tokenizer(config, env.frame)
+  hf_export.save_hf(folder, model, params, source, dtype=dtype, eos_ids=tokenizer.eos_ids)
+  if hosts.is_writer() and config.model.folder == 'embedded' and tokenizer.render is not None:
+    path = pathlib.Path(folder, 'chat_template.jinja')
+    shutil.copyfile(prepare.EMBEDDED_TEMPLATE, path)
+  logging.info('a run starts from the model with --config.model.folder=%s', folder)
+  return folder
+
+
+class _Log:
+  """Writes metrics.jsonl and the console's lines."""
+
+  def __init__(self, workdir: str, done: int, num_steps: int):
+    self._path = os.path.join(workdir, metrics_lib.FILE_NAME)
+    self._num_steps = num_steps
+    self._best = (math.inf, 0)
+    self._losses: list[float] = []
+    if hosts.is_writer():
+      lines = []
+      if os.path.exists(self._path):
+        records = map(json.loads, pathlib.Path(self._path).read_text('utf-8').splitlines())
+        lines = [json.dumps(record) + '\n' for record in records if record['step'] <= done]
+      workdir_lib.write_parts(self._path, lines)
+
+  def step(self, n: int, loss: float) -> None:
+    """Records the loss of a step."""
+    self._losses.append(loss)
+    self._write({'step': n, 'sft/loss': loss})
+
+  def held_out(self, n: int, loss: float) -> None:
+    """Records the held-out loss after a step. A rise is a warning."""
+    train = f', {np.mean(self._losses):.4f} in training' if self._losses else ''
+    self._losses = []
+    logging.info('step %d/%d: held-out loss %.4f%s', n, self._num_steps, loss, train)
+    self._write({'step': n, 'sft/held_out_loss': loss})
+    best, step = self._best
+    if n == self._num_steps and loss > best:
+      logging.warning(
+          'the held-out loss was lower after step %d (%.4f): lower --config.sft.epochs or lr',
+          step,
+          best,
       )
-      losses = []
-      started = time.perf_counter()
-  return params
+    self._best = min(self._best, (loss, n))
 
-
-def loss(
-    params: dict,
-    config: decoder.ModelConfig,
-    batches: Sequence[Batch],
-    logp_chunk: int | None = None,
-) -> float:
-  """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
-  sums_of = functools.partial(_sums, config=config, logp_chunk=logp_chunk)
-  sums = jax.jit(sums_of)
-  total = 0.0
-  count = 0
-  for tokens, weights in batches:
-    _, imitated = sums(params, tokens=tokens, weights=weights)
-    total += float(imitated)
-    count += int((weights == 1).sum())
-  return total / count
-
-
-def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
-  """Returns AdamW with a warm-up of 1/20 of the steps, at least 3, then a cosine to lr / 30."""
-  shortest = min(3, steps // 2)
-  warmup = max(math.ceil(steps / 20), shortest)
-  decay_steps = max(steps, warmup + 1)
-  schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, decay_steps, lr / 30)
-  from_first_step = lambda count: schedule(count + 1)  # at rate 0 the step would change nothing
-  adamw = optax.adamw(from_first_step, b2=0.98, weight_decay=0.01)
-  return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def _sums(params, config, tokens, weights, logp_chunk):
-  """Returns sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
-  x, _ = decoder.trunk(params, config, tokens, None)
-  logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
-  weighted = -jnp.sum(logp * weights)
-  imitated = -jnp.sum(logp * (weights == 1))
-  return weighted, imitated
-
-
-def encode(
-    tokenizer: tokenizer_lib.Tokenizer,
-    prompt: str,
-    turns: Sequence[tuple[str, str]],
-    max_observation: int,
-    read_weight: float = 0.0,
-) -> Demonstration:
-  """Encodes a prompt and (turn, observation) texts; the last observation is empty.
-
-  Prompt, turns and observations are each encoded separately, as in an episode, and an observation
-  is cut as the rollout cuts it.
-  """
-  ids = tokenizer_lib.encode_prompt(tokenizer, prompt)
-  weights = [read_weight] * len(ids)
-  for turn, observation in turns:
-    turn_ids = tokenizer.encode(turn)
-    observation_ids = []
-    if observation:
-      observation_ids = tokenizer_lib.encode_observation(tokenizer, observation, max_observation)
-    ids = ids + turn_ids + observation_ids
-    weights += [1.0] * len(turn_ids)
-    weights += [read_weight] * len(observation_ids)
-  all_tokens = np.array(ids, np.int32)
-  return Demonstration(all_tokens, np.array(weights, np.float32))
-
-
-def from_episode(episode: types.Episode) -> Demonstration:
-  """Returns the demonstration of an episode, whose turns are imitated token by token."""
-  tokens, turn_ids, _ = episode.unroll()
-  length = batching.trained_length(episode)
-  is_agent = turn_ids > 0
-  weights = is_agent.astype(np.float32)
-  return Demonstration(tokens[:length], weights[:length])
-
-
-def batches(
-    pool: Sequence[Demonstration], rows: int, micro_batch: int, buckets: Sequence[int]
-) -> Callable[[np.random.Generator], Batch]:
-  """Returns a function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T].
-
-  Every row is equally likely. Rows of similar length come together, which means less padding: of
-  WINDOW batches, drawn at random and sorted by length, one is taken.
-  """
-  if rows % micro_batch:
-    raise UserError(f'micro_batch={micro_batch} does not divide rows={rows}: choose a divisor')
-  if rows > len(pool):
-    raise UserError(
-        f'rows={rows}, and there are {len(pool)} demonstrations: lower it, or make more'
-    )
-  lengths = np.array([len(row.tokens) for row in pool])
-  num_batches = min(WINDOW, len(pool) // rows)
-
-  def draw(rng):
-    window = rng.choice(len(pool), num_batches * rows, replace=False)
-    order = np.argsort(lengths[window], kind='stable')
-    by_length = window[order].reshape(num_batches, rows)
-    chosen = by_length[rng.integers(num_batches)]
-    columns = pad([pool[i] for i in chosen], buckets)
-    shape = (-1, micro_batch, columns[0].shape[1])
-    return tuple(column.reshape(shape) for column in columns)
-
-  return draw
-
-
-def pad(demonstrations: Sequence[Demonstration], buckets: Sequence[int]) -> Batch:
-  """Returns (tokens, weights), both [B,T], padded on the right to the smallest bucket that fits."""
-  longest = max(len(row.tokens) for row in demonstrations)
-  length = next((bucket for bucket in buckets if bucket >= longest), None)
-  if length is None:
-    raise UserError(
-        f'a demonstration of {longest} tokens does not fit in buckets {tuple(buckets)}: '
-        'add one, or leave it out'
-    )
-  shape = (len(demonstrations), length)
-  tokens = np.zeros(shape, np.int32)
-  weights = np.zeros(shape, np.float32)
-  for row, demonstration in enumerate(demonstrations):
-    tokens[row, : len(demonstration.tokens)] = demonstration.tokens
-    weights[row, : len(demonstration.weights)] = demonstration.weights
-  return tokens, weights
+  def _write(self, record):
+    if hosts.is_writer():
+      with open(self._path, 'a', encoding='utf-8') as file:
+        file.write(json.dumps(record) + '\n')
