@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import tempfile
-import unittest
 from unittest import mock
 
 from absl import logging
@@ -38,28 +37,11 @@ try:
 except ImportError:
   trajectory_validator = None
 
+tiny = tiny_tokenizer.load
 CHATML = (
     '{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}'
     '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
-
-
-def setUpModule():
-  global FOLDER
-  logging.set_verbosity(logging.WARNING)
-  temporary = tempfile.TemporaryDirectory()
-  unittest.addModuleCleanup(temporary.cleanup)
-  FOLDER = temporary.name
-  tiny_run.write(FOLDER)
-
-
-def tearDownModule():
-  unittest.doModuleCleanups()  # pytest leaves that out
-
-
-def tiny(chat_template=None):
-  folder = tempfile.mkdtemp(dir=FOLDER)
-  return chat.load_tokenizer(tiny_tokenizer.write(folder, chat_template=chat_template))
 
 
 def step(source, message, **fields):
@@ -85,9 +67,11 @@ def make(*steps, **fields):
   }
 
 
-def place(record):
-  """The place of a record in its run, as the first line of its file."""
-  return {'step': record['step'], 'kind': record['kind'], 'row': 0}
+PLACE = {'step': 7, 'kind': 'train', 'row': 0}  # in its run, as the first line of its file
+
+
+def write(episode, tokenizer):
+  return atif_writer.document(episode, PLACE, tokenizer, 'm', 'n')
 
 
 def parts(episodes):
@@ -109,8 +93,8 @@ class RoundTripTest(parameterized.TestCase):
     path = lambda *names: os.path.join(folder, *names)
     values = {'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.rollout_is': 'token'}
     values |= {'train.updates': 1, 'eval.every': 0, 'eval.episodes': 2}
-    loop.start(tiny_run.make_config(FOLDER, **values), path('run'))
-    tokenizer = chat.load_tokenizer(os.path.join(FOLDER, 'model'))
+    loop.start(tiny_run.make_config(**values), path('run'))
+    tokenizer = chat.load_tokenizer(os.path.join(tiny_run.shared_folder(), 'model'))
     written = atif_writer.write_folder(
         path('run', 'episodes'), path('run', 'atif'), tokenizer, 'tiny', 'hermes'
     )
@@ -174,8 +158,7 @@ class RoundTripTest(parameterized.TestCase):
     unplayed = types.Episode(task, 4, ids('which?'), [], True, True, {}, {'prompt_too_long': 1.0})
     for one in (episode, unplayed):
       records = episodes_lib.to_records([one], tokenizer, 7, 'train')
-      kept = place(records[0])
-      document = atif_writer.document(one, kept, tokenizer, 'm', 'n')
+      document = write(one, tokenizer)
       document = json.loads(json.dumps(document, allow_nan=False))
       if trajectory_validator is not None:
         validator = trajectory_validator.TrajectoryValidator()
@@ -183,11 +166,11 @@ class RoundTripTest(parameterized.TestCase):
       (again,) = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
       self.assertEqual(episodes_lib.to_records([again], tokenizer, 7, 'train'), records)
     for shape in ([9**9, 2, 2], [2, 9**9, 2], [2, 2]):
-      foreign = json.loads(json.dumps(atif_writer.document(episode, kept, tokenizer, 'm', 'n')))
+      foreign = json.loads(json.dumps(write(episode, tokenizer)))
       foreign['extra']['stppo_jax']['routes'][0][1] = shape
       with self.assertRaisesRegex(ValueError, r'routes of shape \['):
         atif_reader.AtifReader(tokenizer).episodes(foreign, 'n')
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document = write(episode, tokenizer)
     user, search, answer = document['steps']
     self.assertEqual((user['source'], user['message']), ('user', 'which?'))
     self.assertEqual(search['message'], texts[0])
@@ -223,9 +206,7 @@ class RoundTripTest(parameterized.TestCase):
     ]
     prompt = np.array(chat.encode_prompt(tokenizer, 'which <|im_end|>?'), np.int32)
     episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
-    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = place(record)
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document = write(episode, tokenizer)
     exact = atif_reader.AtifReader(tokenizer).episodes(document, 'n')
     again = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
     self.assertEqual(parts(again), parts(exact))
@@ -237,12 +218,8 @@ class RoundTripTest(parameterized.TestCase):
     written = ids('<search>a</search>')
     turn = types.Turn(written, np.zeros(len(written), np.float32), ids(page))
     episode = types.Episode(types.Task('q', 'which?'), 0, ids('which?'), [turn])
-    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
-    folder = tempfile.mkdtemp(dir=FOLDER)
-    other = chat.load_tokenizer(
-        chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
-    )
+    document = write(episode, tokenizer)
+    other = chat_test.load_chat_tokenizer(chat_test.QWEN25, '<|im_end|>')
     (row,) = atif_reader.AtifReader(other, retokenize=True).episodes(document, 'n')
     found = row.turns[0].observation.tolist()
     inert = page.replace('</search>', '< /search>').replace('<think>', '< think>')
@@ -250,15 +227,10 @@ class RoundTripTest(parameterized.TestCase):
     self.assertNoCommonElements(found, other.added_ids)
 
   def test_foreign_control_tokens_are_rejected(self):
-    folder = tempfile.mkdtemp(dir=FOLDER)
-    tokenizer = chat.load_tokenizer(
-        chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
-    )
+    tokenizer = chat_test.load_chat_tokenizer(chat_test.QWEN25, '<|im_end|>')
     prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
     episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [])
-    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = place(record)
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document = write(episode, tokenizer)
     (row,) = atif_reader.AtifReader(tokenizer, retokenize=True).episodes(document, 'n')
     self.assertEqual(parts([row]), [(prompt.tolist(), [])])
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
@@ -285,7 +257,8 @@ class ReaderTest(parameterized.TestCase):
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding='utf-8')
 
   def read(self, tokenizer, episodes_per_file=8, **options):
-    into = tempfile.mkdtemp(dir=FOLDER) + '/episodes'
+    self.into = self.enterContext(tempfile.TemporaryDirectory())
+    into = f'{self.into}/episodes'
     reader = atif_reader.AtifReader(tokenizer, **options)
     with mock.patch.object(logging, 'warning') as told:
       atif_reader.read_folder(str(self.folder), into, reader, episodes_per_file)
@@ -485,9 +458,7 @@ class ReaderTest(parameterized.TestCase):
     tokenizer = tiny()
     turn = types.Turn(np.array([71], np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
     episode = types.Episode(types.Task('q', ''), 0, np.array([70], np.int32), [turn])
-    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = place(record)
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document = write(episode, tokenizer)
     document['extra']['stppo_jax'] |= wrong
     self.write('deep/in/a.json', document)
     with self.assertRaisesRegex(UserError, f'^[^\n]*extra.stppo_jax[^\n]*{re.escape(said)}[^\n]*$'):
@@ -496,9 +467,9 @@ class ReaderTest(parameterized.TestCase):
     (batch,) = self.read(tokenizer)
     self.assertLen(batch.episodes, 1)
     self.assertIn('1 trajectories are left out', self.told[0])
-    self.assertEmpty(list(pathlib.Path(FOLDER).rglob('escaped*')))
+    self.assertEmpty(list(pathlib.Path(self.into).rglob('escaped*')))
     for kind in saved.KINDS:
-      document['extra']['stppo_jax'] |= kept | {'kind': kind}
+      document['extra']['stppo_jax'] |= PLACE | {'kind': kind}
       self.assertLen(atif_reader.AtifReader(tokenizer).episodes(document, 'n'), 1)
 
   def test_nothing_to_read_is_one_line(self):

@@ -2,8 +2,6 @@
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import hypothesis
-from hypothesis import strategies as st
 import jax
 import numpy as np
 
@@ -86,37 +84,6 @@ class ToTurnBatchTest(parameterized.TestCase):
   def test_an_episode_that_was_never_played(self):
     batch = batching.to_turn_batch([make_episode(turns=(), failed=True)], (2,))
     self.assertFalse(np.asarray(batch.action_mask).any())
-
-  @hypothesis.settings(deadline=None, max_examples=20)
-  @hypothesis.given(
-      st.lists(
-          st.tuples(
-              st.lists(st.integers(1, 50), min_size=1, max_size=4),
-              st.lists(
-                  st.tuples(
-                      st.lists(st.integers(1, 50), min_size=1, max_size=5),
-                      st.lists(st.integers(1, 50), max_size=4),
-                  ),
-                  min_size=1,
-                  max_size=4,
-              ),
-          ),
-          min_size=1,
-          max_size=4,
-      )
-  )
-  def test_sampled_tokens_are_trained_tokens(self, rows):
-    episodes = [make_episode(prompt, turns, group=i) for i, (prompt, turns) in enumerate(rows)]
-    batch = batching.to_turn_batch(episodes, (16, 64), rows=4)
-    for b, (prompt, turns) in enumerate(rows):
-      row, ids = np.asarray(batch.tokens[b]), np.asarray(batch.turn_ids[b])
-      for k, (tokens, _) in enumerate(turns, start=1):
-        self.assertEqual(row[ids == k].tolist(), tokens)
-      forced = list(prompt) + [i for _, observation in turns for i in observation]
-      used = len(forced) + sum(len(tokens) for tokens, _ in turns)
-      self.assertEqual(row[:used][ids[:used] == 0].tolist(), forced)
-      self.assertEqual(float(batch.rewards[b].sum()), 1.0)
-      self.assertEqual(float(batch.rewards[b, np.flatnonzero(ids)[-1]]), 1.0)
 
   def test_sharding(self):
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))

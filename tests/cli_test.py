@@ -476,10 +476,6 @@ class MainTest(parameterized.TestCase):
           ['micro_batch=4', 'multiple of 8'],
       ),
       (['--config.mesh.data=3', '--config.mesh.fsdp=3'], ['data=3', '8']),
-      (
-          ['--config.rollout.top_p=0.9', '--config.algorithm.old_logp=trainer'],
-          ['top_p=0.9', 'old_logp=sampler'],
-      ),
       (['--config.model.attention=splash'], ['splash', 'needs a TPU', 'cpu', 'plain']),
       (['--workdir={tmp}/experiment.py/run'], ['experiment.py/run']),
   )

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -20,6 +19,7 @@ from stppo_jax.envs import commands
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
+from tests.support.processes import wait_for
 
 PYTHON = [sys.executable, '-I', '-S', '-c']
 # Starts a process in a session of its own, which leaves its id in a file and closes no stream.
@@ -61,12 +61,6 @@ def is_alive(pid):
     return pathlib.Path(f'/proc/{pid}/stat').read_text(encoding='utf-8').split()[2] not in 'ZX'
   except OSError:
     return False
-
-
-def wait_for(condition):
-  while not (value := condition()):
-    time.sleep(0.01)
-  return value
 
 
 class CommandTest(parameterized.TestCase):

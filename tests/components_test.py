@@ -17,8 +17,8 @@ from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.envs import factory
 from stppo_jax.envs import search
+from stppo_jax.evaluation import job
 from stppo_jax.retrieval import dense
-from stppo_jax.training import loop
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import dense_test
@@ -120,13 +120,10 @@ class ResolveTest(parameterized.TestCase):
     factory.make_factory('m:make', make, {}, {})(Task('t'), 0)
 
   def test_core_metrics_of_a_factory_are_scored(self):
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    tiny_run.write(folder)
-    config = tiny_run.make_config(folder)
-    config.env.kind, config.retriever.kind = 'a_users_module:make_bare', 'none'
-    config.train.updates = 0
+    config = tiny_run.make_config(env__kind='a_users_module:make_bare', train__updates=0)
+    config.retriever.kind = 'none'
     with tiny_run.on_one_device():
-      scores = loop.start(config, os.path.join(folder, 'run'))
+      scores = job.evaluate(config, self.enterContext(tempfile.TemporaryDirectory())).scores
     self.assertEqual(scores['val-core/all/won'], 0.5)
     self.assertEqual(scores['val-core/all/score'], 0.25)
 

@@ -158,7 +158,6 @@ class ValidateTest(parameterized.TestCase):
           {'actor.warmup': 0.5, 'actor.final_lr': 0.1, 'train.critic_warmup': 600},
           ('actor.final_lr=0.1', 'critic_warmup=600'),
       ),
-      ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
       ({'health.stop_on': ('entropy',)}, ("('entropy',)", 'one or more of', 'entropy_drop')),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
       ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)),

@@ -329,16 +329,6 @@ class FleetTest(parameterized.TestCase):
         fleet.sample(REQUEST, self.copy(parameters(0)), 0)
     self.assertEqual(api.loads, ['000003', '000003'])
 
-  def test_other_engine_takes_over(self):
-    dead = FakeApi()
-    alive = FakeApi()
-    fleet = self.fleet(dead, alive)
-    weights = self.copy(parameters(0))
-    dead.is_down = True
-    for index in range(4):
-      self.assertEqual(fleet.sample(REQUEST, weights, index).version, 3)
-    self.assertLen(alive.sampled, 4)
-
   def test_busy_engine_is_asked_again_without_push(self):
     answers = iter([http_client.Temporary('HTTP status 429', is_busy=True)])
 
@@ -352,21 +342,15 @@ class FleetTest(parameterized.TestCase):
     fleet.sample(REQUEST, self.copy(parameters(0)), 0)
     self.assertLen(api.loads, 1)
 
-  def test_outage_ends_run(self):
-    api = FakeApi()
+  @parameterized.parameters(True, False)
+  def test_outage_ends_run(self, is_down):
+    """Also of an engine that only tells its label."""
+    api = FakeApi(mock.Mock(side_effect=http_client.Temporary('HTTP status 500')))
     fleet = self.fleet(api, outage_s=0.2)
     weights = self.copy(parameters(0))
-    api.is_down = True
+    api.is_down = is_down
     with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
       fleet.sample(REQUEST, weights, 0)
-
-  def test_engine_that_only_tells_its_label_ends_run(self):
-    def answer(unused_request):
-      raise http_client.Temporary('HTTP status 500')
-
-    fleet = self.fleet(FakeApi(answer), outage_s=0.2)
-    with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
-      fleet.sample(REQUEST, self.copy(parameters(0)), 0)
 
   def test_version_is_newest_with_existing_folder(self):
     fleet = self.fleet(FakeApi())
@@ -997,22 +981,6 @@ class ApiTest(parameterized.TestCase):
     )
     self.assertEqual(api.labels(send), ['a-3'])
 
-  def test_vllm_resumes_after_failed_load(self):
-    paths = []
-
-    def send(path, body):
-      del body
-      paths.append(path)
-      if path == '/collective_rpc':
-        raise http_client.Temporary('HTTP status 500')
-      return {}
-
-    with self.assertRaises(http_client.Temporary):
-      servers.APIS['vllm']().load(send, '/weights/000003', 'a-3')
-    self.assertEqual(
-        paths, ['/update_weight_version', '/pause?mode=keep', '/collective_rpc', '/resume']
-    )
-
   @parameterized.parameters('/resume', '/collective_rpc', '/reset_prefix_cache')
   def test_vllm_is_never_left_paused_or_wrongly_labelled(self, failing):
     """After one failure of a route, `ensure` loads again or resumes."""
@@ -1024,6 +992,7 @@ class ApiTest(parameterized.TestCase):
     with self.assertRaises(http_client.Temporary):
       remote_engine.ensure(weights)
     self.assertNotEqual(engine.label, '0123abcd-3')
+    self.assertEqual(engine.is_paused, failing == '/resume')  # a failed load resumes
     remote_engine.ensure(weights)
     self.assertEqual(engine.label, '0123abcd-4')
     self.assertEqual(engine.cached, '/weights/000004')
@@ -1093,11 +1062,9 @@ class GatewayTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.enterClassContext(tiny_run.on_one_device())
-    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-    tiny_run.write(cls.folder)
 
   def make_config(self, workdir, **values):
-    config = tiny_run.make_config(self.folder, **values)
+    config = tiny_run.make_config(**values)
     config.rollout.engine_kind = 'stppo'
     config.rollout.engine_folder = os.path.join(workdir, 'weights')
     config.serve.weights_folder = config.rollout.engine_folder
@@ -1120,15 +1087,14 @@ class GatewayTest(parameterized.TestCase):
   def test_greedy_episodes_equal_those_of_our_sampler(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     config = self.make_config(workdir, rollout__temperature=0.8)
-    with self.engine(config) as address:
-      model, params = prepare.load_policy(config)
-      params = jax.tree.map(lambda x: 1.05 * x, params)  # others than the engine's at its start
-      parts = components.resolve(config)
-      own = agents.make_agent(config, parts, model)
-      config.rollout.engine = address
-      tasks = parts.held_out
-      keys = episode_lib.row_keys(jax.random.key(0), tasks)
-      expected = own.play(params, tasks, keys, greedy=True)
+    model, params = prepare.load_policy(config)
+    params = jax.tree.map(lambda x: 1.05 * x, params)  # others than the engine's at its start
+    parts = components.resolve(config)
+    own = agents.make_agent(config, parts, model)
+    tasks = parts.held_out
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    expected = own.play(params, tasks, keys, greedy=True)
+    with self.engine(config) as config.rollout.engine:
       agent = engines_lib.with_engines(own)
       with agent.opened(workdir, 0, params, tasks, NEVER):
         played = agent.play(params, tasks, keys, greedy=True)
@@ -1140,14 +1106,13 @@ class GatewayTest(parameterized.TestCase):
       self.assertEqual(ours.score, theirs.score)
     self.assertEqual({turn.version for row in sampled for turn in row.turns}, {0})
 
-  def test_raw_log_probs_are_refused(self):
-    workdir = self.enterContext(tempfile.TemporaryDirectory())
-    config = self.make_config(workdir, rollout__temperature=0.5)
-    config.serve.logprobs_mode = 'raw_logprobs'
-    with self.engine(config) as address:
-      config.rollout.engine = address
-      with self.assertRaisesRegex(types.UserError, 'processed_logprobs'):
-        loop.start(config, os.path.join(workdir, 'run'))
+    with self.subTest('raw log-probs are refused'):
+      config.serve.logprobs_mode = 'raw_logprobs'
+      with self.engine(config) as config.rollout.engine:
+        agent = engines_lib.with_engines(own)
+        with self.assertRaisesRegex(types.UserError, 'processed_logprobs'):
+          with agent.opened(workdir, 0, params, tasks, NEVER):
+            pass
 
   @parameterized.parameters('turn', 'batch')
   @pytest.mark.slow
@@ -1210,7 +1175,7 @@ class GatewayTest(parameterized.TestCase):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     config = self.make_config(workdir)
     pathlib.Path(workdir, 'experiment.py').write_text(
-        TWO_PROCESSES.format(folder=self.folder), encoding='utf-8'
+        TWO_PROCESSES.format(folder=tiny_run.shared_folder()), encoding='utf-8'
     )
     with self.engine(config) as address:
       command = [sys.executable, str(ROOT / 'run.py'), f'--config={workdir}/experiment.py']
@@ -1237,7 +1202,7 @@ class GatewayTest(parameterized.TestCase):
     self.assertBetween(max(ages), 1, 2)
 
   def test_engine_makes_ratios_start_at_sampler(self):
-    config = tiny_run.make_config(self.folder)
+    config = tiny_run.make_config()
     self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
     config.rollout.engine = 'http://e'
     self.assertEqual(objective.make_variant(config).old_logp, 'sampler')
@@ -1248,7 +1213,7 @@ class GatewayTest(parameterized.TestCase):
     self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
 
   def test_extrapolation_is_refused(self):
-    config = tiny_run.make_config(self.folder, rollout__engine='http://e:1')
+    config = tiny_run.make_config(rollout__engine='http://e:1')
     config.algorithm.extrapolation = 0.3
     with self.assertRaisesRegex(types.UserError, 'extrapolation'):
       objective.make_variant(config)
@@ -1263,7 +1228,7 @@ class GatewayTest(parameterized.TestCase):
       ({'rollout__engine_kind': 'stppo', 'rollout__top_k': 5}, 'no top_k'),
   )
   def test_settings_without_meaning_are_refused(self, values, message):
-    config = tiny_run.make_config(self.folder, **{'rollout__engine': 'http://e:1', **values})
+    config = tiny_run.make_config(**{'rollout__engine': 'http://e:1', **values})
     with self.assertRaisesRegex(types.UserError, message):
       validation.validate(config)
 

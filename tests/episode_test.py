@@ -3,7 +3,6 @@
 from concurrent import futures
 import functools
 import random
-import tempfile
 import threading
 import time
 from unittest import mock
@@ -32,6 +31,7 @@ from stppo_jax.rollout import sampling
 from tests.support import tiny_tokenizer
 
 T = 96
+make_tokenizer = tiny_tokenizer.load
 LIMITS = episode_lib.EpisodeLimits(
     max_prompt_tokens=24,
     max_turn_tokens=6,
@@ -66,6 +66,14 @@ NO_RETRIEVAL = (
     {'action': 'search', 'retrieval_failed': True},
 )
 LIMIT_HIT = ('', 0.0, True, True, {'action': 'invalid'})
+SCRIPTS = [
+    [SEARCH, INVALID, ANSWER],
+    [LONG, ANSWER],
+    [EMPTY, EMPTY, SEARCH, ANSWER],
+    [ANSWER],
+    [INVALID, ANSWER],
+    [SEARCH, NO_RETRIEVAL, ANSWER],
+]
 
 
 class ScriptedEnv:
@@ -80,12 +88,6 @@ class ScriptedEnv:
   def step(self, action):
     self.heard.append(action)
     return self.outcomes[len(self.heard) - 1]
-
-
-@functools.cache
-def make_tokenizer():
-  with tempfile.TemporaryDirectory() as folder:
-    return chat.load_tokenizer(tiny_tokenizer.write(folder))
 
 
 @functools.cache
@@ -236,22 +238,14 @@ class PlayTest(parameterized.TestCase):
       self.assertAlmostEqual(got[b, t], want, delta=2e-5)
 
   def test_episode_does_not_depend_on_its_batch(self):
-    scripts = [
-        [SEARCH, INVALID, ANSWER],
-        [LONG, ANSWER],
-        [EMPTY, EMPTY, SEARCH, ANSWER],
-        [ANSWER],
-        [INVALID, ANSWER],
-        [SEARCH, SEARCH, ANSWER],
-    ]
     keys = jax.random.split(jax.random.key(3), 6)
-    together, _ = play(PROMPTS, scripts, keys)  # six in 4 rows
+    together, _ = play(PROMPTS, SCRIPTS, keys)  # six in 4 rows
     order = np.array([5, 3, 1, 0, 4, 2])
-    shuffled, _ = play([PROMPTS[i] for i in order], [scripts[i] for i in order], keys[order])
+    shuffled, _ = play([PROMPTS[i] for i in order], [SCRIPTS[i] for i in order], keys[order])
     for i, episode in zip(order, shuffled):
       self.assert_same(episode, together[i])
     for i in (0, 2, 5):
-      alone, _ = play(PROMPTS[i : i + 1], scripts[i : i + 1], keys[i : i + 1])
+      alone, _ = play(PROMPTS[i : i + 1], SCRIPTS[i : i + 1], keys[i : i + 1])
       self.assert_same(alone[0], together[i])
 
   def test_row_keys_are_unique_and_batch_independent(self):
@@ -350,17 +344,9 @@ class PlayTest(parameterized.TestCase):
     self.assertLen(set(seeds), 3)
 
   def test_threads_and_slow_environments_change_nothing(self):
-    scripts = [
-        [SEARCH, INVALID, ANSWER],
-        [LONG, ANSWER],
-        [EMPTY, EMPTY, SEARCH, ANSWER],
-        [ANSWER],
-        [INVALID, ANSWER],
-        [SEARCH, NO_RETRIEVAL, ANSWER],
-    ]
     keys = jax.random.split(jax.random.key(4), 6)
-    want, _ = play(PROMPTS, scripts, keys)
-    got, _ = play(PROMPTS, scripts, keys, threads=3, step_envs=slowly)
+    want, _ = play(PROMPTS, SCRIPTS, keys)
+    got, _ = play(PROMPTS, SCRIPTS, keys, threads=3, step_envs=slowly)
     for a, b in zip(want, got):
       self.assert_same(a, b)
       self.assertEqual(

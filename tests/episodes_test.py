@@ -19,9 +19,8 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.monitoring import episodes
 from stppo_jax.monitoring import journal as journals
-
-TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', hops=2)
-TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
+from tests.batching_test import make_episode
+from tests.batching_test import TASK
 
 
 class Pieces:
@@ -29,21 +28,6 @@ class Pieces:
 
   def pieces(self, ids):
     return [f'<{i}>' for i in ids]
-
-
-def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
-  made = [
-      types.Turn(
-          tokens=np.array(tokens, np.int32),
-          logp=-np.array(tokens, np.float32) / 10,
-          observation=np.array(observation, np.int32),
-          action='search' if observation else 'answer',
-      )
-      for tokens, observation in turns
-  ]
-  if made:
-    made[-1].reward = score
-  return types.Episode(TASK, group, np.array(prompt, np.int32), made, failed=failed)
 
 
 def records(*rows):

@@ -150,14 +150,12 @@ class JobTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
-    tiny_run.write(cls.tmp)
     cls.enterClassContext(tiny_run.on_one_device())
 
   def config(self, **values):
     # 5 questions, and batches of 4 rows, with environments that are stepped in turn.
     fixed = {'train__updates': 0, 'eval__rows': 1, 'rollout__threads': 0}
-    return tiny_run.make_config(self.tmp, **fixed, **values)
+    return tiny_run.make_config(**fixed, **values)
 
   def workdir(self):
     return self.enterContext(tempfile.TemporaryDirectory())
@@ -213,7 +211,7 @@ class JobTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, r'samples \(1 there, 2 here\)'):
       job.evaluate(self.config(eval__folder=folder, eval__samples=2), self.workdir())
     knowledge = os.path.join(self.workdir(), 'knowledge')
-    shutil.copytree(os.path.join(self.tmp, 'knowledge'), knowledge)
+    shutil.copytree(os.path.join(tiny_run.shared_folder(), 'knowledge'), knowledge)
     path = pathlib.Path(knowledge, 'qa.jsonl')
     path.write_text(path.read_text().replace('Which colour', 'What colour'))
     with self.assertRaisesRegex(UserError, r"questions \('\w+' there, '\w+' here\)"):

@@ -25,56 +25,23 @@ from tests.support import tiny_run
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'experiments'
 
-# File -> the fields in which it differs from ppo_7b, besides its name.
+# Fields in which an experiment differs from ppo_7b.
+ALGORITHM = {'algorithm.variant', 'algorithm.aggregation'}
+GROUPS = ALGORITHM | {'rollout.group_size', 'train.episodes', 'train.mini_batch'}
+MODEL = ALGORITHM | {'model.folder', 'model.chat_template_kwargs'}
+DATA = ALGORITHM | {'data.source', 'data.corpus', 'data.eval_split'}
+# File -> these fields, besides its name.
 CHANGES = {
     'ppo_7b': set(),
-    'turn_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
-    's_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
-    'st_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
-    'grpo_7b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'rollout.group_size',
-        'train.episodes',
-        'train.mini_batch',
-    },
-    'so_grpo_7b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'rollout.group_size',
-        'train.episodes',
-        'train.mini_batch',
-    },
-    'st_ppo_qwen3_8b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'model.folder',
-        'model.chat_template_kwargs',
-        'rollout.rows',
-    },
-    'st_ppo_qwen3_30b_a3b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'model.folder',
-        'model.chat_template_kwargs',
-        'rollout.routing_replay',
-    },
-    'st_ppo_qwen3_5_4b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'model.folder',
-        'model.chat_template_kwargs',
-    },
-    'st_ppo_med_7b': {
-        'algorithm.variant',
-        'algorithm.aggregation',
-        'data.source',
-        'data.corpus',
-        'data.eval_split',
-        'retriever.kind',
-        'retriever.timeout_s',
-        'train.updates',
-    },
+    'turn_ppo_7b': ALGORITHM,
+    's_ppo_7b': ALGORITHM,
+    'st_ppo_7b': ALGORITHM,
+    'grpo_7b': GROUPS,
+    'so_grpo_7b': GROUPS,
+    'st_ppo_qwen3_8b': MODEL | {'rollout.rows'},
+    'st_ppo_qwen3_30b_a3b': MODEL | {'rollout.routing_replay'},
+    'st_ppo_qwen3_5_4b': MODEL,
+    'st_ppo_med_7b': DATA | {'retriever.kind', 'retriever.timeout_s', 'train.updates'},
 }
 SMALL = {'st_ppo_qwen3_5_0_8b'}  # it differs from st_ppo_smollm2
 

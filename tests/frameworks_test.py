@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax import config as schema
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import commands
@@ -65,28 +64,28 @@ TERMINAL = (
     in_terminal(is_done=True),
     in_terminal(is_done=True),  # it is asked whether it is sure
 )
-# (environment and program, arguments, turns, serve.forced_choice)
+# (environment and program, arguments, turns, serve.forced_choice), the last two with defaults
 CASES = (
-    ('agents', 'openai_agents', 'responses', TOOL_LOOP, 'refuse'),
-    ('agents', 'openai_agents', 'responses_stream', TOOL_LOOP, 'refuse'),
-    ('agents', 'openai_agents', 'chat', TOOL_LOOP, 'refuse'),
-    ('agents', 'openai_agents', 'chat_stream', TOOL_LOOP, 'refuse'),
-    ('agents', 'langchain_agent', 'chat', TOOL_LOOP, 'refuse'),
-    ('agents', 'langchain_agent', 'stream', TOOL_LOOP, 'refuse'),
-    ('agents', 'langchain_agent', 'responses', TOOL_LOOP, 'refuse'),
-    ('agents', 'pydantic_agent', 'chat', TOOL_LOOP, 'refuse'),
-    ('agents', 'pydantic_agent', 'responses', TOOL_LOOP, 'refuse'),
-    ('agents', 'pydantic_agent', 'anthropic', TOOL_LOOP, 'refuse'),
-    ('agents', 'anthropic_agent', 'create', TOOL_LOOP, 'refuse'),
-    ('agents', 'anthropic_agent', 'stream', TOOL_LOOP, 'refuse'),
-    ('agents', 'anthropic_agent', 'runner', TOOL_LOOP, 'refuse'),
-    ('smol', 'litellm_agent', 'chat', TOOL_LOOP, 'refuse'),
-    ('smol', 'litellm_agent', 'stream', TOOL_LOOP, 'refuse'),
-    ('smol', 'smol_agent', 'code', CODE, 'refuse'),
+    ('agents', 'openai_agents', 'responses'),
+    ('agents', 'openai_agents', 'responses_stream'),
+    ('agents', 'openai_agents', 'chat'),
+    ('agents', 'openai_agents', 'chat_stream'),
+    ('agents', 'langchain_agent', 'chat'),
+    ('agents', 'langchain_agent', 'stream'),
+    ('agents', 'langchain_agent', 'responses'),
+    ('agents', 'pydantic_agent', 'chat'),
+    ('agents', 'pydantic_agent', 'responses'),
+    ('agents', 'pydantic_agent', 'anthropic'),
+    ('agents', 'anthropic_agent', 'create'),
+    ('agents', 'anthropic_agent', 'stream'),
+    ('agents', 'anthropic_agent', 'runner'),
+    ('smol', 'litellm_agent', 'chat'),
+    ('smol', 'litellm_agent', 'stream'),
+    ('smol', 'smol_agent', 'code', CODE),
     ('smol', 'smol_agent', 'tools', (*TOOL_LOOP[:2], FINAL_ANSWER), 'auto'),
-    ('autogen', 'autogen_agent', 'run', TOOL_LOOP, 'refuse'),
-    ('autogen', 'autogen_agent', 'stream', TOOL_LOOP, 'refuse'),
-    ('inspect', 'inspect_agent', '', TOOL_LOOP, 'refuse'),
+    ('autogen', 'autogen_agent', 'run'),
+    ('autogen', 'autogen_agent', 'stream'),
+    ('inspect', 'inspect_agent', ''),
 )
 
 
@@ -122,7 +121,9 @@ class ToolLoopTest(parameterized.TestCase):
     return result, sampled
 
   @parameterized.parameters(*CASES)
-  def test_tool_loop_is_one_row(self, environment, program, argument, turns, forced):
+  def test_tool_loop_is_one_row(
+      self, environment, program, argument, turns=TOOL_LOOP, forced='refuse'
+  ):
     result, _ = self.check(command(environment, program, argument), turns, forced)
     self.assertEqual(result.metrics, {'calls': 2})
 
@@ -167,9 +168,7 @@ class LmEvalTest(absltest.TestCase):
     super().setUp()
     self.program = client_envs.find('lm_eval/bin/lm_eval')
     self.tokenizer, _, _ = gateway_test.embedded()
-    config = schema.Config()
-    config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False)
-    model, params = prepare.load_policy(config)
+    model, params = prepare.load_policy(gateway_test.embedded_config())
     # An export: of the served folder, a Qwen2 with its own tokenizer, transformers reads other ids.
     self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     convert.save_hf(self.folder / 'model', model, params, prepare.EMBEDDED_MODEL)

@@ -6,14 +6,13 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import struct
 import tempfile
 
 from absl.testing import absltest
 import hypothesis
 from hypothesis import strategies as st
-import jax
-import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import tasks
@@ -23,8 +22,8 @@ from stppo_jax import validation
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
-from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
+from tests.support import tiny_run
 from tests.support import tiny_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -179,20 +178,8 @@ class FuzzTest(absltest.TestCase):
       )
   )
   def test_safetensors(self, content):
-    config = decoder.ModelConfig(
-        vocab_size=8,
-        d_model=4,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=4,
-        d_ff=4,
-        qkv_bias=True,
-    )
     if not os.path.exists(os.path.join(self.folder, 'config.json')):
-      convert.save_hf(
-          self.folder, config, jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
-      )
+      shutil.copytree(f'{tiny_run.shared_folder()}/model', self.folder, dirs_exist_ok=True)
     self.path('model.safetensors', content)
     self.assertIsNone(user_errors(self, lambda: convert.load_hf(self.folder)))
 

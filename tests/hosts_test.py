@@ -1,6 +1,5 @@
 """Several processes of one run: the same numbers as one process, one line each when one fails."""
 
-from concurrent import futures
 import json
 import os
 import pathlib
@@ -171,28 +170,6 @@ class SplitStepsTest(parameterized.TestCase):
     )
     self.assertEqual([env.steps for env in envs[0]], [1, 0, 2, 0, 3])
     self.assertEqual([env.steps for env in envs[1]], [0, 3, 0, 1, 0])
-
-  def test_environments_of_process_step_together(self):
-    """Three that wait for each other: one by one they would wait for ever."""
-    barrier = threading.Barrier(3, timeout=60)
-
-    class Waits(Counter):
-
-      def step(self, action):
-        barrier.wait()
-        return super().step(action)
-
-    envs = [Waits(name, 2) for name in 'abcdef']
-    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
-    self.enterContext(mock.patch.object(jax, 'process_index', lambda: 1))
-    theirs = [[['of process 0']] * 3, None]
-    self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [theirs, mine]))
-    with futures.ThreadPoolExecutor(3) as pool:
-      outcomes = split_envs.split_steps(envs)(envs, list('uvwxyz'), pool.map)
-    self.assertEqual(
-        [outcome[0] for outcome in outcomes],
-        ['of process 0', 'b 1 v', 'of process 0', 'd 1 x', 'of process 0', 'f 1 z'],
-    )
 
   def test_outage_of_one_process_is_raised_by_all(self):
     self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))

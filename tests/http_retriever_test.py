@@ -18,11 +18,11 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.distributed import http_client
 from stppo_jax.envs import search
-from stppo_jax.envs import stepping
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 from stppo_jax.stop_signal import StopSignal
+from tests.support import processes
 
 TASK = types.Task(id='t', question='q?', answers=('x',))
 
@@ -194,16 +194,6 @@ class AnswersTest(parameterized.TestCase):
         self.assertEqual(max(most), allowed)
     self.assertLen(questions, 32)
 
-  def test_requests_have_at_most_max_queries(self):
-    """Each request has a time limit of its own, so a batch may take longer than one limit."""
-    queries = [f'q{i}' for i in range(100)]
-    for settings, sizes in (({}, [32, 32, 32, 4]), ({'max_queries': 60}, [60, 40])):
-      with _server(lambda question, _: _search_r1(question)) as (url, questions):
-        settings = schema.RetrieverSettings(kind='http', url=url, **settings)
-        found = kinds.make(kinds.RETRIEVERS['http'], settings, list).search(queries, 1)
-      self.assertEqual([passages[0].id for passages in found], [f'{q}-0' for q in queries])
-      self.assertEqual([len(question['queries']) for _, question in questions], sizes)
-
   def test_search_r1(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url)
@@ -238,33 +228,6 @@ class AnswersTest(parameterized.TestCase):
       retriever = _retriever(url, dialect='ragen')
       found = retriever.search(['a', 'bad', 'c'], 1)
     self.assertEqual([passages is None for passages in found], [False, True, False])
-
-  def test_environments_share_one_request(self):
-    with _server(lambda question, _: _search_r1(question)) as (url, questions):
-      retriever = _retriever(url)
-      rows = [search.SearchEnv(TASK, retriever) for _ in range(6)]
-      for env in rows:
-        env.reset()
-      steps = stepping.step_all(rows, [f'<search>{i % 4}</search>' for i in range(6)])
-    self.assertLen(questions, 1)
-    self.assertEqual(questions[0][1]['queries'], ['0', '1', '2', '3'])  # equal ones go once
-    self.assertEqual(
-        [step[4]['passage_ids'][0] for step in steps], ['0-0', '1-0', '2-0', '3-0', '0-0', '1-0']
-    )
-
-  @parameterized.parameters(
-      ('"Paris"\nA city.', 'Paris', 'A city.'),
-      ('Paris\nA city.\nBig.', 'Paris', 'A city.\nBig.'),
-      ('""Heroes" (album)"\nBy Bowie.', '"Heroes" (album)', 'By Bowie.'),
-      ('One line.', '', 'One line.'),
-      ('', '', ''),
-  )
-  def test_contents(self, contents, title, text):
-    with _server(lambda *_: {'result': [[{'document': {'id': 7, 'contents': contents}}]]}) as (
-        url,
-        _,
-    ):
-      self.assertEqual(_retriever(url).search(['q'], 3), [[types.Passage('7', title, text)]])
 
   def test_bare_documents_are_cut_at_top_k(self):
     with _server(lambda *_: {'result': [[_document('q', i) for i in range(5)]]}) as (url, _):
@@ -340,9 +303,7 @@ class FailuresTest(parameterized.TestCase):
       self.assertLen(questions, 3)
 
   def test_connection_refused(self):
-    with socket.socket() as free:
-      free.bind(('127.0.0.1', 0))
-      url = f'http://127.0.0.1:{free.getsockname()[1]}'
+    with processes.unused_address() as url:
       for dialect in http.DIALECTS:
         retriever = _retriever(url, dialect=dialect, retries=1)
         self.assertEqual(retriever.search(['a'], 1), [None])

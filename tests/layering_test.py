@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import pathlib
 import subprocess
@@ -327,18 +328,22 @@ def module_name(path):
   return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
 
 
+@functools.cache
 def parse(path):
   return ast.parse(path.read_text(encoding='utf-8'))
 
 
+@functools.cache
 def imports(path):
   """Names of all modules that a file imports, wherever in it: 'stppo_jax.models.decoder'."""
+  names = []
   for node in ast.walk(parse(path)):
     if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
+      names += [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
       assert node.level == 0, f'{path}: a relative import'
-      yield from (f'{node.module}.{alias.name}' for alias in node.names)
+      names += [f'{node.module}.{alias.name}' for alias in node.names]
+  return names
 
 
 if __name__ == '__main__':

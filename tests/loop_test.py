@@ -5,13 +5,10 @@ import glob
 import json
 import math
 import os
-import socket
 import tempfile
 import threading
-import unittest
 from unittest import mock
 
-from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -25,13 +22,15 @@ from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.stop_signal import StopSignal
-from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
+from tests.support import processes
 from tests.support import tiny_run
+
+make_config = tiny_run.make_config
 
 # Names of verl, and our own; every line of a run with a critic has them.
 NAMES = tuple("""
@@ -72,39 +71,6 @@ EVAL_NAMES = (
     'timing_s/testing',
 )
 SEARCHES = [action for action in tiny_run.ACTIONS if 'search' in action]
-
-
-def setUpModule():
-  global FOLDER
-  logging.set_verbosity(logging.WARNING)
-  temporary = tempfile.TemporaryDirectory()
-  unittest.addModuleCleanup(temporary.cleanup)
-  FOLDER = temporary.name
-  tiny_run.write(FOLDER)
-
-
-def tearDownModule():
-  unittest.doModuleCleanups()  # pytest leaves that out
-
-
-def make_config(**values):
-  return tiny_run.make_config(FOLDER, **values)
-
-
-def state_after(config, workdir, updates):
-  """The checkpointed state, on the host."""
-  state = tiny_run.load_learners(config).state
-  with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, state))
-
-
-def comparable(row):
-  """Returns a line of metrics without timings and compiler figures."""
-  return {
-      name: value
-      for name, value in row.items()
-      if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
-  }
 
 
 def read_records(workdir, name):
@@ -287,25 +253,23 @@ class LoopTest(parameterized.TestCase):
     with self.assertRaises(KeyboardInterrupt):
       loop.start(config, killed, StopSignal(is_set))
     loop.start(config, killed)
-    self.assertEqual(
-        list(map(comparable, metrics_lib.read_metrics(killed))), list(map(comparable, rows))
-    )
+    self.assertEqual(tiny_run.comparable_metrics(killed), tiny_run.comparable_metrics(straight))
     self.assertEqual(*(read_records(x, 'train_000003.jsonl') for x in (killed, straight)))
-    chex.assert_trees_all_equal(state_after(config, killed, 3), state_after(config, straight, 3))
+    chex.assert_trees_all_equal(
+        tiny_run.state_after(config, killed, 3), tiny_run.state_after(config, straight, 3)
+    )
 
   @pytest.mark.slow
   def test_unavailable_retriever_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
     tiny_run.write_model(folder, favoured=SEARCHES, strength=5.0)
-    unused = self.enterContext(socket.socket())  # bound, and nobody listens
-    unused.bind(('127.0.0.1', 0))
-    port = unused.getsockname()[1]
+    url = self.enterContext(processes.unused_address())
     config = make_config(
         **{
             'train.updates': 1,
             'model.folder': folder,
             'retriever.kind': 'http',
-            'retriever.url': f'http://127.0.0.1:{port}/retrieve',
+            'retriever.url': f'{url}/retrieve',
             'retriever.retries': 0,
             'retriever.max_failed_share': 1.0,
             'retriever.timeout_s': 1.0,
@@ -326,7 +290,7 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(row['actor/skipped'], 0)
     self.assertEqual(row['stppo/grad_norm'], 0)
     self.assertTrue(all(r['failed'] for r in read_records(run, 'train_000001.jsonl')))
-    after = state_after(config, run, 1)
+    after = tiny_run.state_after(config, run, 1)
     chex.assert_trees_all_equal(after.actor, before.actor)
     chex.assert_trees_all_equal(after.critic, before.critic)
 
@@ -344,7 +308,7 @@ class LoopTest(parameterized.TestCase):
     )
     undisturbed = os.path.join(self.workdir, 'undisturbed')
     loop.start(config, undisturbed)
-    expected = metrics_lib.read_metrics(undisturbed)
+    expected = tiny_run.comparable_metrics(undisturbed)
     search, calls = bm25.Bm25Retriever.search, []
 
     def fails_from(first, last):
@@ -364,9 +328,9 @@ class LoopTest(parameterized.TestCase):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
         loop.start(config, short)
-        rows = metrics_lib.read_metrics(short)
+        rows = tiny_run.comparable_metrics(short)
         self.assertEqual(rows[1]['env/replays'], 1)
-        self.assertEqual(comparable(rows[1]) | {'env/replays': 0}, comparable(expected[1]))
+        self.assertEqual(rows[1] | {'env/replays': 0}, expected[1])
         self.assertTrue(any('probe' in queries[0] for queries in calls))
 
       with self.subTest('long'):
@@ -383,8 +347,7 @@ class LoopTest(parameterized.TestCase):
 
     with self.subTest('resumed'):
       loop.start(config, long)
-      rows = metrics_lib.read_metrics(long)
-      self.assertEqual(comparable(rows[2]), comparable(expected[2]))
+      self.assertEqual(tiny_run.comparable_metrics(long)[2], expected[2])
 
   @parameterized.parameters(('playing', 0), ('waiting', 1), ('blocked', 0), ('blocked', 1))
   @pytest.mark.slow_after(1)
@@ -425,7 +388,7 @@ class LoopTest(parameterized.TestCase):
     ):
       loop.start(config, stopped, StopSignal(stop.is_set))
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
-    state_after(config, stopped, 1)  # was saved
+    tiny_run.state_after(config, stopped, 1)  # was saved
     if when == 'playing':
       self.assertLessEqual(len(asked), config.rollout.threads)  # those in progress
     loop.start(config, stopped)
@@ -433,10 +396,7 @@ class LoopTest(parameterized.TestCase):
         [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, staleness]
     )
     loop.start(config, straight)
-    self.assertEqual(
-        list(map(comparable, metrics_lib.read_metrics(stopped))),
-        list(map(comparable, metrics_lib.read_metrics(straight))),
-    )
+    self.assertEqual(tiny_run.comparable_metrics(stopped), tiny_run.comparable_metrics(straight))
 
   def test_an_unhealthy_run_warns_and_stops_if_configured(self):
     config = make_config(
@@ -480,7 +440,7 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(row['outcome/skipped'], 16)
     self.assertIn('actor/pg_loss', row['nonfinite'])
     # What was checkpointed after update 1 is what the run began with, and still finite.
-    after = state_after(config, self.workdir, 1)
+    after = tiny_run.state_after(config, self.workdir, 1)
     chex.assert_trees_all_equal(
         after.actor, jax.device_get(tiny_run.load_learners(config).state.actor)
     )
@@ -507,9 +467,9 @@ class MeshTest(absltest.TestCase):
         loop.start(config, many)
       with tiny_run.on_one_device():
         loop.start(config, one)
-      ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))
+      ours, theirs = (tiny_run.comparable_metrics(workdir)[1] for workdir in (many, one))
     self.assertNotIn('nonfinite', ours)
-    for name in comparable(theirs):
+    for name in theirs:
       if name.startswith('val-'):  # after the step
         continue
       np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)

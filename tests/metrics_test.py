@@ -28,6 +28,8 @@ from stppo_jax.monitoring import timing
 from stppo_jax.monitoring import tracker
 from stppo_jax.training import summary
 
+TRACKIO = {'project': 'p', 'tracker': 'trackio', 'run_name': 'r'}
+
 
 def _strict_lines(workdir):
   def refuse(token):
@@ -42,6 +44,13 @@ class MetricsWriterTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def _tracker(self, name):
+    """Returns `init` of a package that stands for a tracker's."""
+    api = python_types.SimpleNamespace(api_key=None)
+    module = python_types.SimpleNamespace(init=mock.Mock(), api=api)
+    self.enterContext(mock.patch.dict(sys.modules, {name: module}))
+    return module.init
 
   def _write_steps(self, steps, **kwargs):
     with metrics.MetricsWriter(self.workdir, **kwargs) as writer:
@@ -78,11 +87,6 @@ class MetricsWriterTest(parameterized.TestCase):
             'integer': 7,
         },
     )
-
-  def test_lines_are_readable_while_writing(self):
-    with metrics.MetricsWriter(self.workdir) as writer:
-      writer.write(1, {'a': 1.0})
-      self.assertLen(metrics.read_metrics(self.workdir), 1)
 
   def test_nonfinite_is_null_and_named(self):
     with metrics.MetricsWriter(self.workdir) as writer:
@@ -200,70 +204,60 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(_strict_lines(self.workdir), 30)
 
   def test_wandb_goes_on_under_the_same_id(self):
-    module = python_types.SimpleNamespace(
-        init=mock.Mock(), api=python_types.SimpleNamespace(api_key=None)
-    )
-    with mock.patch.dict(sys.modules, {'wandb': module}):
-      for resume_step in (-1, 3, 5, -1):
-        metrics.MetricsWriter(self.workdir, project='p', resume_step=resume_step).close()
-    ids = [call.kwargs['id'] for call in module.init.call_args_list]
+    init = self._tracker('wandb')
+    for resume_step in (-1, 3, 5, -1):
+      metrics.MetricsWriter(self.workdir, project='p', resume_step=resume_step).close()
+    ids = [call.kwargs['id'] for call in init.call_args_list]
     self.assertEqual(ids[0], ids[1])
     self.assertEqual(ids[0], ids[2])
     self.assertNotEqual(ids[0], ids[3])  # a run that begins anew
-    self.assertEqual({call.kwargs['resume'] for call in module.init.call_args_list}, {'allow'})
+    self.assertEqual({call.kwargs['resume'] for call in init.call_args_list}, {'allow'})
 
   def test_trackio_finds_a_run_by_its_name(self):
-    module = python_types.SimpleNamespace(init=mock.Mock())
-    with mock.patch.dict(sys.modules, {'trackio': module}):
-      for resume_step in (-1, 3, -1):
-        self._write_steps(
-            [4], resume_step=resume_step, project='p', tracker='trackio', run_name='r'
-        )
-    names = [call.kwargs['name'] for call in module.init.call_args_list]
+    init = self._tracker('trackio')
+    for resume_step in (-1, 3, -1):
+      self._write_steps([4], resume_step=resume_step, **TRACKIO)
+    names = [call.kwargs['name'] for call in init.call_args_list]
     self.assertStartsWith(names[0], 'r_')
     self.assertEqual(names[0], names[1])
     self.assertNotEqual(names[0], names[2])
-    module.init.return_value.log.assert_called_with({'a': 4.0}, step=4)
-    module.init.return_value.finish.assert_called_with()
+    init.return_value.log.assert_called_with({'a': 4.0}, step=4)
+    init.return_value.finish.assert_called_with()
 
   @parameterized.parameters(
       (shutil.copytree, True), (os.rename, False), (lambda old, new: os.symlink(old, new), False)
   )
   def test_only_copied_folder_gets_new_run(self, transfer, is_new):
-    module = python_types.SimpleNamespace(init=mock.Mock())
-    options = dict(project='p', tracker='trackio', run_name='r')
-    log = module.init.return_value.log
+    init = self._tracker('trackio')
+    log = init.return_value.log
     original = os.path.join(self.workdir, 'original')
     other = os.path.join(self.workdir, 'other')
-    with mock.patch.dict(sys.modules, {'trackio': module}):
-      for workdir, resume_step in ((original, -1), (other, 1), (other, 2)):
-        if resume_step == 1:
-          transfer(original, other)
-          log.reset_mock()
-        writer = metrics.MetricsWriter(workdir, resume_step=resume_step, **options)
-        for step in (1, 2):
-          if step > resume_step:
-            writer.write(step, {'a': step})
-        writer.close()
-    first, second, third = [call.kwargs['name'] for call in module.init.call_args_list]
+    for workdir, resume_step in ((original, -1), (other, 1), (other, 2)):
+      if resume_step == 1:
+        transfer(original, other)
+        log.reset_mock()
+      writer = metrics.MetricsWriter(workdir, resume_step=resume_step, **TRACKIO)
+      for step in (1, 2):
+        if step > resume_step:
+          writer.write(step, {'a': step})
+      writer.close()
+    first, second, third = [call.kwargs['name'] for call in init.call_args_list]
     self.assertEqual(first != second, is_new)
     self.assertEqual(second, third)
     steps = [call.kwargs['step'] for call in log.call_args_list]
     self.assertEqual(steps, [1, 2] if is_new else [])
 
   def test_a_tracker_has_each_step_once(self):
-    module = python_types.SimpleNamespace(init=mock.Mock())
-    options = dict(project='p', tracker='trackio', run_name='r')
-    log = module.init.return_value.log
+    init = self._tracker('trackio')
+    log = init.return_value.log
     steps = lambda: [call.kwargs['step'] for call in log.call_args_list]
-    with mock.patch.dict(sys.modules, {'trackio': module}):
-      self._write_steps([1, 2, 3], **options)
-      self._write_steps([2, 3, 4], resume_step=1, **options)  # after a crash
-      self.assertEqual(steps(), [1, 2, 3, 4])
-      log.reset_mock()
-      self._write_steps([3, 4], resume_step=2, is_rollback=True, **options)
-      self.assertEqual(steps(), [1, 2, 3, 4])  # of a new run, with the steps before
-    names = [call.kwargs['name'] for call in module.init.call_args_list]
+    self._write_steps([1, 2, 3], **TRACKIO)
+    self._write_steps([2, 3, 4], resume_step=1, **TRACKIO)  # after a crash
+    self.assertEqual(steps(), [1, 2, 3, 4])
+    log.reset_mock()
+    self._write_steps([3, 4], resume_step=2, is_rollback=True, **TRACKIO)
+    self.assertEqual(steps(), [1, 2, 3, 4])  # of a new run, with the steps before
+    names = [call.kwargs['name'] for call in init.call_args_list]
     self.assertEqual(names[0], names[1])
     self.assertNotEqual(names[1], names[2])
 
@@ -275,17 +269,15 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(_strict_lines(self.workdir), 2)
 
   def test_wandb_gets_the_numbers_and_may_fail(self):
-    run = mock.Mock()
+    init = self._tracker('wandb')
+    run = init.return_value
     run.log.side_effect = [None, OSError('no network')]
-    module = python_types.SimpleNamespace(
-        init=mock.Mock(return_value=run), api=python_types.SimpleNamespace(api_key=None)
-    )
-    with mock.patch.dict(sys.modules, {'wandb': module}), mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ):
       os.environ.pop('WANDB_MODE', None)
       with self.assertLogs(level='WARNING') as logs:
         self._write_steps([1, 2, 3], project='p', run_name='name', config_json='{"lr": 0.1}')
-    self.assertEqual(module.init.call_args.kwargs['mode'], 'offline')
-    self.assertEqual(module.init.call_args.kwargs['config'], {'lr': 0.1})
+    self.assertEqual(init.call_args.kwargs['mode'], 'offline')
+    self.assertEqual(init.call_args.kwargs['config'], {'lr': 0.1})
     run.log.assert_called_with({'a': 2.0}, step=2)
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 3)
@@ -294,15 +286,11 @@ class MetricsWriterTest(parameterized.TestCase):
     self.enterContext(mock.patch.object(tracker, 'FINISH_S', 0.1))
     waits = threading.Event()
     self.addCleanup(waits.set)
-    module = python_types.SimpleNamespace(
-        init=mock.Mock(), api=python_types.SimpleNamespace(api_key=None)
-    )
-    run = module.init.return_value
+    run = self._tracker('wandb').return_value
     for finish, message in ((waits.wait, 'within 0.1 s'), (OSError('no route'), 'no route')):
       run.finish.side_effect = finish
-      with mock.patch.dict(sys.modules, {'wandb': module}):
-        with self.assertLogs(level='WARNING') as logs:
-          self._write_steps([1], project='p', resume_step=1)
+      with self.assertLogs(level='WARNING') as logs:
+        self._write_steps([1], project='p', resume_step=1)
       self.assertLen(logs.output, 1)
       self.assertIn('wandb did not end cleanly', logs.output[0])
       self.assertIn(message, logs.output[0])

@@ -1,5 +1,8 @@
 """The algorithm in one file: its gradient is the trainer's, and it learns."""
 
+import dataclasses
+from unittest import mock
+
 from absl.testing import absltest
 import chex
 import jax
@@ -17,6 +20,9 @@ class MinimalTest(absltest.TestCase):
   def test_gradients_equal_the_trainers(self):
     """The trainer descends by SGD at a rate of 1, so its step is the gradient."""
     mesh = update_test.one_device()
+    small = dataclasses.replace(minimal.POLICY, num_layers=1)
+    shapes = {'POLICY': small, 'CRITIC': dataclasses.replace(small, head='value')}
+    self.enterContext(mock.patch.multiple(minimal, **shapes))
     policy = decoder.init(jax.random.key(1), minimal.POLICY)
     critic = decoder.init(jax.random.key(2), minimal.CRITIC)
     sampler = decoder.init(jax.random.key(3), minimal.POLICY)  # another policy: the clip acts

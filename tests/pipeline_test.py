@@ -1,6 +1,5 @@
 """Waiting for a failed retriever, with a simulated clock."""
 
-import dataclasses
 import json
 from unittest import mock
 
@@ -55,29 +54,6 @@ def episodes(failed, total, too_long=0):
     one.counts['prompt_too_long'] = float(failed <= i < failed + too_long)
     made.append(one)
   return made
-
-
-class JsonTest(absltest.TestCase):
-
-  def test_a_batch_survives_exactly(self):
-    task = types.Task('t', 'q', ('a',))
-    ids = lambda *x: np.array(x, np.int32)
-    logp = np.array([-0.1, -2.5], np.float32)
-    turns = [
-        types.Turn(ids(3, 4), logp, ids(5), 'guess', 0.1),
-        types.Turn(ids(6, 7), logp / 3, ids(), 'other', -0.3),
-    ]
-    made = types.Episode(
-        task, 2, ids(1), turns, True, False, {'won': 0.7}, {'cut': 1.0}, ('won', 'f')
-    )
-    batch = batching.Sampled(4, 1, [made], {'timing_s/gen': 0.5})
-    record = json.loads(json.dumps(pipeline.to_json(batch)))
-    again = pipeline.from_json(record, [task])
-    jax.tree.map(
-        np.testing.assert_array_equal, dataclasses.asdict(batch), dataclasses.asdict(again)
-    )
-    self.assertEqual([turn.reward for turn in again.episodes[0].turns], [0.1, -0.3])
-    self.assertEqual(again.episodes[0].core_metrics, ('won', 'f'))
 
 
 class ScriptedAgent:

@@ -177,10 +177,6 @@ _VERL = {
 _OPTIONS_OF_DECISION = (('A', 'yes'), ('B', 'no'), ('C', 'maybe'))
 
 
-def _truth(ground_truth):
-  return {**_VERL, 'reward_model': {'style': 'rule', 'ground_truth': ground_truth}}
-
-
 class _FileTest(parameterized.TestCase):
 
   def setUp(self):
@@ -291,35 +287,6 @@ class FormatsTest(_FileTest):
           [{'question': 'How many?', 'answer': 'So\n1 + 1 = 2\n#### 1,072'}],
           ('g-1', 'How many?', ('1072',)),
       ),
-      ('verl_text', 'v.parquet', [_VERL], ('openai/gsm8k-train-0', 'How many?', ('72',))),
-      ('verl_number', 'v.parquet', [_truth(72)], ('openai/gsm8k-train-0', 'How many?', ('72',))),
-      ('verl_real', 'v.parquet', [_truth(0.5)], ('openai/gsm8k-train-0', 'How many?', ('0.5',))),
-      ('verl_whole', 'v.parquet', [_truth(72.0)], ('openai/gsm8k-train-0', 'How many?', ('72',))),
-      (
-          'verl_list',
-          'v.parquet',
-          [_truth(['a', 'b'])],
-          ('openai/gsm8k-train-0', 'How many?', ('a', 'b')),
-      ),
-      (
-          'verl_target',
-          'v.parquet',
-          [_truth({'target': ['a']})],
-          ('openai/gsm8k-train-0', 'How many?', ('a',)),
-      ),
-      (
-          'verl_json_text',
-          'v.parquet',
-          [_truth('{"target": ["a"]}')],
-          ('openai/gsm8k-train-0', 'How many?', ('a',)),
-      ),
-      (
-          'verl_interval',
-          'v.parquet',
-          [_truth('[1, 2]')],
-          ('openai/gsm8k-train-0', 'How many?', ('[1, 2]',)),
-      ),
-      ('verl_lines', 'v.jsonl', [_VERL], ('openai/gsm8k-train-0', 'How many?', ('72',))),
       (
           'rllm',
           'r.jsonl',
@@ -352,6 +319,23 @@ class FormatsTest(_FileTest):
     (task,) = self.load(name, content)
     self.assertEqual((task.id, task.question, task.answers), expected)
     self.assertEqual(task.options, ())
+
+  @parameterized.parameters(
+      ('72', '72'),
+      (72, '72'),
+      (0.5, '0.5'),
+      (72.0, '72'),
+      (['a', 'b'], 'a', 'b'),
+      ({'target': ['a']}, 'a'),
+      ('{"target": ["a"]}', 'a'),
+      ('[1, 2]', '[1, 2]'),  # an interval
+  )
+  def test_ground_truth_of_verl(self, ground_truth, *answers):
+    row = {**_VERL, 'reward_model': {'style': 'rule', 'ground_truth': ground_truth}}
+    for name in ('v.parquet', 'v.jsonl'):
+      task = self.one(row, name)
+      self.assertEqual((task.id, task.question), ('openai/gsm8k-train-0', 'How many?'))
+      self.assertEqual(task.answers, answers)
 
   @parameterized.named_parameters(
       ('medqa', 'm.jsonl', _MEDQA, 'C', 'Nitrofurantoin'),
@@ -618,6 +602,7 @@ class FilesTest(_FileTest):
       ('qa.csv', b'question,answer\n\xff\xfe,a\n', 'not a table in UTF-8'),
       ('qa.json', [['q', 'a']], 'an object is needed'),
       ('qa.json', '[{"question": "q"}', 'not JSON in UTF-8'),
+      ('qa.jsonl', b'{"question": "S\xe3o?"}', 'not JSON in UTF-8'),
   )
   def test_a_file_that_is_no_table_of_rows(self, name, content, complaint):
     with self.assertRaisesRegex(types.UserError, f'{name}:[12]: .*{complaint}'):
@@ -628,10 +613,6 @@ class FilesTest(_FileTest):
     os.truncate(path, 30)
     with self.assertRaisesRegex(types.UserError, 'not a whole gzip file'):
       tasks.load_tasks(path, 'train')
-
-  def test_an_id_twice_in_a_file_is_refused(self):
-    with self.assertRaisesRegex(types.UserError, "h.json:2: field 'id' is '5a7a' a second time"):
-      self.load('h.json', [_HOTPOT, _HOTPOT])
 
   def test_two_files_may_have_the_same_ids(self):
     """FlashRAG calls the first row of each set `dev_0`."""
@@ -682,6 +663,7 @@ class ReaderTest(absltest.TestCase):
   def test_a_prompt_may_be_a_text_or_parts(self):
     for prompt in (
         'Question: why?',
+        [{'role': 'user', 'content': 'Question: why?', 'name': None}],
         [{'role': 'user', 'content': [{'type': 'text', 'text': 'why?'}]}],
     ):
       self.assertEqual(public_formats.question_of_prompt(prompt), 'why?')

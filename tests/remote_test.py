@@ -6,7 +6,6 @@ import itertools
 import json
 import pathlib
 import random
-import socket
 import tempfile
 import threading
 from unittest import mock
@@ -23,10 +22,10 @@ from stppo_jax.evaluation import remote
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
+from tests.support import processes
 from tests.support import tiny_run
 
 STOPS = ('</search>', '</answer>')
@@ -105,7 +104,10 @@ class ClientTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
 
-  def client(self, address, api_key='', stop_signal=NEVER, **fields):
+  def client(self, address, api_key='', stop_signal=None, **fields):
+    stop_signal = stop_signal or mock.Mock(
+        **{'is_set.return_value': False}
+    )  # whose waits are short
     fixed = dict(model='m', temperature=0.0, max_tokens=7)
     return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, stop_signal)
 
@@ -138,7 +140,7 @@ class ClientTest(parameterized.TestCase):
   def test_after_the_last_attempt_there_is_no_answer(self):
     with serving(lambda body: failure(503)) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'status 503'):
-        self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False})).complete([])
+        self.client(address).complete([])
     self.assertLen(asked, 3)
 
   @parameterized.parameters(
@@ -151,7 +153,7 @@ class ClientTest(parameterized.TestCase):
     limits = client_lib.http_client.ClientLimits(10.0, 0.3)
     answer = lambda body: ended.wait(60 * (len(asked) > answered)) or completion('x')
     with serving(lambda body: answer(body)) as (address, asked):
-      client = self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False}))
+      client = self.client(address)
       for _ in range(answered):
         client.complete([])
       self.enterContext(mock.patch.object(client_lib, '_LIMITS', limits))
@@ -206,7 +208,7 @@ class ClientTest(parameterized.TestCase):
   def test_an_answer_that_is_none(self, **fields):
     with serving(lambda body: (200, fields, {})) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
-        self.client(address, stop_signal=mock.Mock(**{'is_set.return_value': False})).complete([])
+        self.client(address).complete([])
     self.assertLen(asked, 3)
 
   def test_redirects_and_long_answers_are_refused(self):
@@ -226,9 +228,7 @@ class ClientTest(parameterized.TestCase):
       self.assertEqual(self.client(address).complete([]), client_lib.ChatCompletion('x', 0, 12))
 
   def test_a_server_that_is_not_there(self):
-    unused = self.enterContext(socket.socket())
-    unused.bind(('127.0.0.1', 0))
-    address = f'http://127.0.0.1:{unused.getsockname()[1]}/v1'
+    address = self.enterContext(processes.unused_address()) + '/v1'
     with self.assertRaisesRegex(UserError, 'gave no answer .*start it'):
       self.client(address).complete([])
 
@@ -274,14 +274,12 @@ class RemoteTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
-    tiny_run.write(cls.tmp)
     cls.enterClassContext(tiny_run.on_one_device())
     cls.enterClassContext(mock.patch.object(client_lib, 'RETRIES', 0))
 
   def evaluate(self, address, workdir=None, **values):
     fixed = {'eval__address': address, 'eval__model': 'm', 'eval__rows': 2}
-    config = tiny_run.make_config(self.tmp, **(fixed | values))
+    config = tiny_run.make_config(**(fixed | values))
     return job.evaluate(config, workdir or self.workdir())
 
   def workdir(self):
@@ -337,7 +335,7 @@ class RemoteTest(parameterized.TestCase):
     with serving(lambda body: completion('<answer> x')) as (address, asked):
       self.evaluate(address, **values)
     played = sorted(body['messages'][0]['content'] for body in asked)
-    agent = components.resolve(tiny_run.make_config(self.tmp, **values)).bind(None)
+    agent = components.resolve(tiny_run.make_config(**values)).bind(None)
     local = [agent(task, task.seed).reset(task.seed)[0] for task in Lottery.load_tasks('dev')]
     self.assertEqual(played, sorted(local * 3))
 
@@ -384,7 +382,7 @@ class RemoteTest(parameterized.TestCase):
     self.addCleanup(release.set)
     answer = lambda body: release.wait(60) and completion('x')
     with serving(answer) as (address, asked):
-      config = tiny_run.make_config(self.tmp, eval__address=address, eval__model='m', eval__rows=2)
+      config = tiny_run.make_config(eval__address=address, eval__model='m', eval__rows=2)
       self.assertIsNone(job.evaluate(config, self.workdir(), StopSignal(lambda: bool(asked))))
       threads = [thread for thread in threading.enumerate() if 'episodes' in thread.name]
       self.assertNotEmpty(threads)
@@ -415,7 +413,7 @@ class RemoteTest(parameterized.TestCase):
   )
   def test_an_address_and_a_model_need_each_other(self, values, words):
     with self.assertRaisesRegex(UserError, f'^[^\n]*{words}[^\n]*$'):
-      job.evaluate(tiny_run.make_config(self.tmp, **values), self.workdir())
+      job.evaluate(tiny_run.make_config(**values), self.workdir())
 
   def test_own_gateway_gives_the_local_scores(self):
     from experiments import st_ppo_tiny

@@ -332,102 +332,35 @@ def _fake_config(hostile):
       'name': _HOSTILE[0] + _HOSTILE[1] if hostile else 'st_ppo_tiny',
       'seed': 0,
       'data': {'source': 'embedded'},
-      'env': {'prompt': 'short', 'max_searches': 4, 'reward': 'em'},
       'retriever': {'kind': 'bm25', 'top_k': 3, 'url': _HOSTILE[2] if hostile else ''},
-      'model': {'folder': 'some/rather/long/folder/tiny', 'critic': 'separate'},
-      'rollout': {'group_size': 1, 'temperature': 1.0, 'top_p': 1.0},
-      'algorithm': {
-          'variant': 'st_ppo',
-          'divisor': 'relative',
-          'ratio': None,
-          'clip_low': 0.2,
-          'clip_high': 0.2,
-          'gamma': 1.0,
-          'lam': 1.0,
-          'kl_in': 'reward',
-          'kl_coef': 0.001,
-      },
-      'actor': {'lr': 1e-5, 'warmup': 0.285},
-      'critic': {'lr': 1e-4},
-      'train': {'updates': 60, 'episodes': 64, 'mini_batch': 32, 'length_buckets': [512, 1024]},
+      'algorithm': {'variant': 'st_ppo', 'ratio': None, 'kl_coef': 0.001},
+      'train': {'updates': 60, 'episodes': 64, 'length_buckets': [512, 1024]},
   }
+
+
+# Metrics of a training update.
+_METRICS = """
+  critic/score/mean critic/score/max critic/score/min em/mean actor/pg_loss actor/pg_clipfrac
+  actor/ppo_kl actor/entropy actor/grad_norm actor/lr critic/lr critic/vf_loss
+  critic/vf_explained_var critic/values/mean critic/values/max critic/values/min
+  critic/returns/mean critic/returns/max critic/returns/min critic/advantages/mean
+  critic/advantages/max critic/advantages/min stppo/grad_norm stppo/bias_norm stppo/cos_g_c
+  stppo/divisor stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn
+  stppo/ratio_std_sequence rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
+  response_length/mean format/mean response_length/max response_length/min
+  stppo/agent_tokens/mean prompt_length/mean prompt_length/max prompt_length/min
+  stppo/agent_turns/mean stppo/agent_turns/max stppo/agent_turns/min perf/throughput
+  timing_s/step timing_s/gen timing_s/wait timing_s/old_log_prob timing_s/update_actor
+  timing_s/gen_sample timing_s/gen_retrieve env/retrieval_failed env/truncated outcome/answered
+  outcome/truncated outcome/program_failed env/searches/mean env/invalid/mean f1/mean
+  critic/rewards/mean
+  stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn2_pos
+  stppo/clipfrac_turn2_neg""".split()
 
 
 def _fake_training_row(random_state, step):
-  noise = lambda scale: random_state.gauss(0, scale)
-  part = 1 - math.exp(-step / 20)
-  em = 0.18 + 0.30 * part + noise(0.03)
-  clip = 0.004 + 0.02 * part * abs(1 + noise(0.4))
-  bias = 0.05 * math.exp(1.5 * part + noise(0.35))
-  grad = 0.6 * math.exp(noise(0.2))
-  gen, train = 4.2 + noise(0.4), 3.1 + noise(0.1)
-  turns = 2.1 + 0.5 * part + noise(0.05)
-  row = {
-      'critic/score/mean': em,
-      'critic/score/max': 1.0,
-      'critic/score/min': 0.0,
-      'em/mean': em,
-      'actor/pg_loss': -0.01 + noise(0.004),
-      'actor/pg_clipfrac': clip,
-      'actor/ppo_kl': clip / 20,
-      'actor/entropy': 1.4 - 0.8 * part + noise(0.02),
-      'actor/grad_norm': grad * 0.7,
-      'actor/lr': 1e-5 * min(1, step / 17),
-      'critic/lr': 1e-4,
-      'critic/vf_loss': 0.12 * math.exp(-step / 30 + noise(0.1)),
-      'critic/vf_explained_var': 0.6 * part + noise(0.04),
-      'critic/values/mean': em + noise(0.02),
-      'critic/values/max': 0.9,
-      'critic/values/min': 0.02,
-      'critic/returns/mean': em,
-      'critic/returns/max': 1.0,
-      'critic/returns/min': 0.0,
-      'critic/advantages/mean': noise(0.01),
-      'critic/advantages/max': 2.5,
-      'critic/advantages/min': -1.9,
-      'stppo/grad_norm': grad,
-      'stppo/bias_norm': bias,
-      'stppo/cos_g_c': -0.1 + noise(0.1),
-      'stppo/divisor': 1 + bias / grad,
-      'stppo/step_norm': 0.011 * math.exp(noise(0.1)),
-      'stppo/ratio_std_token': 0.08 + 0.03 * part,
-      'stppo/ratio_std_turn': 0.021 + 0.01 * part,
-      'stppo/ratio_std_sequence': 0.012 + noise(0.001),
-      'rollout_corr/kl': 2e-5 + noise(1e-5),
-      'rollout_corr/k3_kl': 1.2e-5 + abs(noise(3e-6)),
-      'rollout_corr/logp_diff_max': 0.003 * math.exp(noise(0.5)),
-      'response_length/mean': 210 + 80 * part + noise(6),
-      'format/mean': 0.5 + 0.4 * part,  # what an environment reports
-      'response_length/max': 512,
-      'response_length/min': 31,
-      'stppo/agent_tokens/mean': 110 + 40 * part + noise(6),
-      'prompt_length/mean': 121 + noise(1),
-      'prompt_length/max': 140,
-      'prompt_length/min': 100,
-      'stppo/agent_turns/mean': turns,
-      'stppo/agent_turns/max': 5,
-      'stppo/agent_turns/min': 1,
-      'perf/throughput': 1900 + noise(90),
-      'timing_s/step': gen + train + 1.0,
-      'timing_s/gen': gen,
-      'timing_s/wait': gen,
-      'timing_s/old_log_prob': 0.5,
-      'timing_s/update_actor': train,
-      'timing_s/gen_sample': gen * 0.8,
-      'timing_s/gen_retrieve': gen * 0.1,
-      'env/retrieval_failed': 0.0,
-      'env/truncated': abs(noise(0.02)),
-      'outcome/answered': 60,
-      'outcome/truncated': 4,
-      'outcome/program_failed': 0,
-      'env/searches/mean': turns - 1,
-      'env/invalid/mean': 0.2 - 0.15 * part,
-      'f1/mean': em + 0.06,
-      'critic/rewards/mean': em - 0.01,
-  }
-  for turn in range(1, 5):
-    row[f'stppo/clipfrac_turn{turn}_pos'] = clip * (0.3 + 0.3 * turn) * abs(1 + noise(0.3))
-    row[f'stppo/clipfrac_turn{turn}_neg'] = clip * (0.2 + 0.2 * turn) * abs(1 + noise(0.3))
+  row = {name: 0.5 + random_state.gauss(0, 0.1) for name in _METRICS}
+  row |= {'outcome/answered': 60, 'outcome/truncated': 4, 'outcome/program_failed': 0}
   if step == 31:
     row['critic/vf_explained_var'] = math.nan
   return row

@@ -4,20 +4,16 @@ import glob
 import json
 import os
 import tempfile
-import unittest
 from unittest import mock
 
-from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
-import jax
 import pytest
 
 from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax.evaluation import sample as sample_lib
-from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
@@ -35,32 +31,6 @@ STALE = {'pipeline.staleness': 1, 'algorithm.rollout_is': 'turn', 'train.updates
 OF_SAMPLING = ('env/replays', 'train/num_gen_batches', 'rollout/')
 
 
-def setUpModule():
-  global FOLDER
-  logging.set_verbosity(logging.WARNING)
-  temporary = tempfile.TemporaryDirectory()
-  unittest.addModuleCleanup(temporary.cleanup)
-  FOLDER = temporary.name
-  tiny_run.write(FOLDER)
-
-
-def tearDownModule():
-  unittest.doModuleCleanups()  # pytest leaves that out
-
-
-def state_after(config, workdir, updates):
-  """The checkpointed state, on the host."""
-  state = tiny_run.load_learners(config).state
-  with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, state))
-
-
-def comparable(row):
-  """Returns a line of metrics without timings and what only sampling measures."""
-  left_out = ('timing_s/', 'perf/', *OF_SAMPLING)
-  return {k: v for k, v in row.items() if k != 'time' and not k.startswith(left_out)}
-
-
 def lines(path):
   with open(path, encoding='utf-8') as file:
     return [json.loads(line) for line in file]
@@ -75,7 +45,7 @@ class ReplayTest(parameterized.TestCase):
 
   def make(self, name, **values):
     values = {'eval.every': 0, 'eval.episodes': 1, 'train.checkpoint_every': 2} | values
-    return tiny_run.make_config(FOLDER, **values), os.path.join(self.folder, name)
+    return tiny_run.make_config(**values), os.path.join(self.folder, name)
 
   @pytest.mark.slow
   def test_replay_of_groups_ahead_is_bit_exact(self):
@@ -94,10 +64,10 @@ class ReplayTest(parameterized.TestCase):
     replay.rollout.replay = os.path.join(workdir, 'episodes')
     with mock.patch.object(pipeline.Batches, 'sample', side_effect=AssertionError('sampled')):
       loop.start(replay, again)
-    theirs, ours = map(metrics_lib.read_metrics, (workdir, again))
-    self.assertEqual(list(map(comparable, ours)), list(map(comparable, theirs)))
+    theirs, ours = (tiny_run.comparable_metrics(x, OF_SAMPLING) for x in (workdir, again))
+    self.assertEqual(ours, theirs)
     chex.assert_trees_all_equal(
-        state_after(config, workdir, updates), state_after(replay, again, updates)
+        tiny_run.state_after(config, workdir, updates), tiny_run.state_after(replay, again, updates)
     )
     for path in glob.glob(os.path.join(workdir, 'episodes', 'train_*.jsonl')):
       # The replay saved what it read: it can be replayed in turn.
@@ -159,7 +129,7 @@ class ReplayTest(parameterized.TestCase):
     config.train.updates = 3
     with self.assertRaisesRegex(UserError, 'no train_000002.jsonl.*--config.train.updates=1'):
       loop.start(config, again)
-    config.rollout.replay = FOLDER
+    config.rollout.replay = tiny_run.shared_folder()
     with self.assertRaisesRegex(UserError, 'holds no saved batches'):
       loop.start(config, again)
     config.rollout.replay = os.path.join(self.folder, 'nowhere')

@@ -30,6 +30,7 @@ from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http as client
 from stppo_jax.retrieval import server
 from tests import dense_test
+from tests.support.processes import wait_for
 
 PASSAGES = (
     types.Passage('p0', 'Paris', 'The capital of France, on the Seine.'),
@@ -92,13 +93,6 @@ def metric(port, name):
 def can_connect(port):
   with socket.socket() as probe:
     return probe.connect_ex(('127.0.0.1', port)) == 0
-
-
-def wait_for(condition):
-  deadline = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < deadline, 'it did not come true'
-    time.sleep(0.005)
 
 
 class DialectsTest(parameterized.TestCase):
@@ -217,14 +211,11 @@ class RejectionsTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ({'Content-Type': 'text/plain'}, 415),
-      ({'Content-Type': 'application/x-www-form-urlencoded'}, 415),
-      ({}, 415),
-      ({'Content-Type': 'application/json; charset=utf-8'}, 200),
       (JSON | {'Host': 'rebound.example:8000'}, 403),
       (JSON | {'Host': '[::1]:8000'}, 200),
-      (JSON | {'Content-Length': '9' * 5000}, 400),
   )
   def test_page_of_another_site_gets_no_answer(self, headers, status):
+    """Its rules are those of the gateway, whose test has more."""
     found, answer, _ = ask(self.port, body={'queries': ['lima']}, headers=headers)
     self.assertEqual(found, status, answer)
 

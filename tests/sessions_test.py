@@ -42,16 +42,6 @@ class SessionTest(absltest.TestCase):
   def episodes(self):
     return self.session.episodes(Task('a', 'b', ('c',)), 0)
 
-  def test_prompt_that_extends_ids_continues_segment(self):
-    self.assertEqual(self.turn([1, 2], [3, 4]), 1)
-    self.assertEqual(self.turn([1, 2, 3, 4, 9, 8], [5]), 2)
-    (episode,) = self.episodes()
-    np.testing.assert_array_equal(episode.prompt, [1, 2])
-    np.testing.assert_array_equal(episode.turns[0].tokens, [3, 4])
-    np.testing.assert_array_equal(episode.turns[0].observation, [9, 8])
-    np.testing.assert_array_equal(episode.turns[1].tokens, [5])
-    self.assertEqual(self.session.counts['rewritten'], 0)
-
   def test_rewritten_history_is_its_own_row(self):
     self.turn([1, 2], [3, 4])
     self.turn([1, 2, 7, 4], [5])  # the second token after the prompt is another one

@@ -1,7 +1,6 @@
 """Thoughts in played environments: what ends a turn, what acts, and what a reward reads."""
 
 import functools
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -34,11 +33,8 @@ TASK = types.Task('t', 'How many?', ('14',))
 ANSWER = '<answer>14</answer>'
 
 
-@functools.cache
 def make_tokenizer(template=None):
-  with tempfile.TemporaryDirectory() as folder:
-    tokenizer_test.write_chat_tokenizer(folder, template, '<|im_end|>')
-    return chat.load_tokenizer(folder)
+  return tokenizer_test.load_chat_tokenizer(template, '<|im_end|>')
 
 
 def make_env(kind='tools', form='tags', reward='format', frame=None):

@@ -155,6 +155,17 @@ def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
   return env
 
 
+def make_with(parameters, call=lambda arguments: tool_runners.Outcome('done'), **options):
+  """An environment with one tool, `f`."""
+  function = {'name': 'f', 'description': 'Does.', 'parameters': parameters}
+  if parameters is None:
+    del function['parameters']
+  tool = tools.Tool({'type': 'function', 'function': function}, call)
+  env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tool], **options)
+  env.reset()
+  return env
+
+
 class EnvTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -164,10 +175,7 @@ class EnvTest(parameterized.TestCase):
       {'properties': {'a': {'pattern': '('}}},
   )
   def test_a_wrong_schema_is_left_to_the_tool(self, **parameters):
-    schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
-    tool = tools.Tool(schema, lambda arguments: tool_runners.Outcome('done'))
-    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tool])
-    env.reset()
+    env = make_with(parameters)
     with mock.patch('urllib.request.urlopen') as fetch:
       observation, *_ = env.step('<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>')
     self.assertEqual(observation, 'done')
@@ -193,19 +201,13 @@ class EnvTest(parameterized.TestCase):
       ({'anyOf': [{'required': ['b']}, {'required': ['c']}]}, False),
   )
   def test_schema_refuses_only_arguments_it_excludes(self, parameters, is_accepted):
-    function = {'name': 'f', 'description': 'Does.', 'parameters': parameters}
-    if parameters is None:
-      del function['parameters']
-    schema = {'type': 'function', 'function': function}
-    tool = tools.Tool(schema, lambda arguments: tool_runners.Outcome('done'))
-    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tool])
-    env.reset()
-    observation, *_ = env.step('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    observation, *_ = make_with(parameters).step(
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    )
     self.assertEqual(observation == 'done', is_accepted, observation)
 
   def test_lone_surrogates_reach_no_tool_and_reward(self):
     given = []
-    schema = {'type': 'function', 'function': {'name': 'f', 'parameters': {'type': 'object'}}}
 
     def call(arguments):
       given.append(arguments)
@@ -213,8 +215,7 @@ class EnvTest(parameterized.TestCase):
 
     transcripts = []
     reward = lambda task, answer, transcript: transcripts.append(transcript) or 1.0
-    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tools.Tool(schema, call)], reward=reward)
-    env.reset()
+    env = make_with({'type': 'object'}, call, reward=reward)
     turn = '<tool_call>{"name": "f", "arguments": {"a\\udc00": ["x\\ud800"]}}</tool_call>'
     self.assertEqual(env.step(turn)[0], 'r?')
     self.assertEqual(given, [{'a?': ['x?']}])

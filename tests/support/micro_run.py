@@ -19,7 +19,6 @@ import optax
 from stppo_jax import config as schema
 from stppo_jax.cli import entry
 from stppo_jax.models import sharding
-from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
@@ -37,6 +36,7 @@ from stppo_jax.types import Turn
 from tests.support import tiny_run
 
 LENGTH = 8
+comparable_metrics = tiny_run.comparable_metrics
 
 
 def make_config(folder, **values):
@@ -196,18 +196,6 @@ def state_after(config, workdir, updates, **options):
   learners = make_learners(config, **options)
   with checkpoint.Checkpoints(workdir) as checkpoints:
     return jax.device_get(checkpoints.restore(updates, learners.state))
-
-
-def comparable_metrics(workdir):
-  """Returns the lines of metrics without timings and compiler figures."""
-  return [
-      {
-          name: value
-          for name, value in row.items()
-          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
-      }
-      for row in metrics_lib.read_metrics(workdir)
-  ]
 
 
 def killed_after(updates):

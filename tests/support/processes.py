@@ -1,6 +1,9 @@
-"""Processes of a run, as threads, and the key-value store between them."""
+"""Processes of a run, as threads, the key-value store between them, and waiting for others."""
 
+import contextlib
+import socket
 import threading
+import time
 
 import jax
 
@@ -54,3 +57,20 @@ def in_threads(num_processes, function):
   for thread in threads:
     thread.join(60)
   return results
+
+
+def wait_for(condition, seconds=60):
+  """Returns the value of the condition once it is true."""
+  deadline = time.monotonic() + seconds
+  while not (value := condition()):
+    assert time.monotonic() < deadline, 'it did not come true'
+    time.sleep(0.005)
+  return value
+
+
+@contextlib.contextmanager
+def unused_address():
+  """Yields an address at which nobody listens."""
+  with socket.socket() as bound:
+    bound.bind(('127.0.0.1', 0))
+    yield f'http://127.0.0.1:{bound.getsockname()[1]}'

@@ -4,6 +4,7 @@ The model is random, except that its output matrix favours a few whole actions, 
 its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
+import atexit
 from collections.abc import Iterator
 import contextlib
 import dataclasses
@@ -11,6 +12,8 @@ import functools
 import json
 import logging
 import os
+import shutil
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -24,6 +27,7 @@ from stppo_jax.distributed import calls
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -98,10 +102,19 @@ def reading_policies_alone() -> Iterator[None]:
     yield
 
 
-def write(folder: str) -> None:
-  """Writes `folder`/model and `folder`/knowledge."""
+@functools.cache
+def shared_folder() -> str:
+  """Returns a folder with what `write` writes. The tests of a process share it unchanged."""
+  folder = tempfile.mkdtemp(prefix='stppo_tests_')
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
   write_model(os.path.join(folder, 'model'))
   write_knowledge(os.path.join(folder, 'knowledge'))
+  return folder
+
+
+def write(folder: str) -> None:
+  """Writes `folder`/model and `folder`/knowledge."""
+  shutil.copytree(shared_folder(), folder, dirs_exist_ok=True)
 
 
 def replace(config: schema.Config, values: dict[str, Any]) -> schema.Config:
@@ -112,8 +125,9 @@ def replace(config: schema.Config, values: dict[str, Any]) -> schema.Config:
   return config
 
 
-def make_config(folder: str, **values: Any) -> schema.Config:
+def make_config(folder: str | None = None, **values: Any) -> schema.Config:
   """A run on what `write` wrote, with fields replaced: make_config(folder, train__updates=3)."""
+  folder = folder or shared_folder()
   config = schema.Config()
   config.name = 'tiny_run'
   config.data = schema.DataSettings(source=os.path.join(folder, 'knowledge'))
@@ -144,6 +158,22 @@ def make_config(folder: str, **values: Any) -> schema.Config:
   config.eval = schema.EvalSettings(every=1, rows=4)
   config.log.tensorboard = False
   return replace(config, values)
+
+
+def state_after(config: schema.Config, workdir: str, updates: int) -> train_state.TrainState:
+  """The checkpointed state, on the host."""
+  state = load_learners(config).state
+  with checkpoint.Checkpoints(workdir) as checkpoints:
+    return jax.device_get(checkpoints.restore(updates, state))
+
+
+def comparable_metrics(workdir: str, left_out: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+  """Returns the lines of metrics without timings and compiler figures."""
+  left_out = ('timing_s/', 'perf/', *left_out)
+  return [
+      {k: v for k, v in row.items() if k != 'time' and not k.startswith(left_out)}
+      for row in metrics_lib.read_metrics(workdir)
+  ]
 
 
 def load_learners(config: schema.Config) -> learner_lib.Learners:

@@ -1,9 +1,13 @@
 """Trains a byte-level BPE tokenizer of a few hundred tokens for tests."""
 
+import functools
 import json
 import os
+import tempfile
 
 import tokenizers
+
+from stppo_jax import tokenizer as tokenizer_lib
 
 END = '<|im_end|>'
 TEXTS = (
@@ -34,3 +38,10 @@ def write(folder: str, vocab_size: int = 340, chat_template: str | None = None) 
   with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
     json.dump(settings, file)
   return folder
+
+
+@functools.cache
+def load(chat_template: str | None = None) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer that `write` writes."""
+  with tempfile.TemporaryDirectory() as folder:
+    return tokenizer_lib.load_tokenizer(write(folder, chat_template=chat_template))
