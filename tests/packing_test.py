@@ -87,6 +87,20 @@ class LayoutTest(absltest.TestCase):
     kept = (np.arange(9) > 0) & (np.arange(9) < lengths[:, None])
     np.testing.assert_array_equal(total, np.where(kept, x, 0))
 
+  def test_sum_traces_once_per_capacity(self):
+    found = packing.pack(np.random.default_rng(0).integers(0, 9, 12), 2, (8, 10))
+    x = jnp.arange(1.0, 12 * 9 + 1).reshape(12, 9)
+    traced = []
+
+    def unpacked(layout):
+      traced.append(layout.segments.shape[1])
+      return {'x': layout.unpack(layout.pack(x))}
+
+    compute = jax.jit(lambda packed: packing.sum_over(unpacked, packed, 2, (8, 10), 9))
+    kept = (np.arange(9) > 0) & (np.arange(9) < found.length[:, None])
+    np.testing.assert_array_equal(compute(found)['x'], np.where(kept, x, 0))
+    self.assertEqual(traced, [8, 10])
+
   def test_only_the_bins_of_some_rows(self):
     """Bins of 8, two per micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and
     4."""

@@ -137,12 +137,16 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
     task_hash = zlib.crc32(task.id.encode('utf-8'))
     folded[:, i] = task_hash, num_samples[task.id]
     num_samples[task.id] += 1
+  return _fold_rows(key, *folded)
 
+
+@jax.jit  # one program: a run waits while each operation compiles
+def _fold_rows(key: jax.Array, task_hashes: jax.Array, samples: jax.Array) -> jax.Array:
   def fold(task_hash, sample):
     task_key = jax.random.fold_in(key, task_hash)
     return jax.random.fold_in(task_key, sample)
 
-  return jax.vmap(fold)(*folded)
+  return jax.vmap(fold)(task_hashes, samples)
 
 
 def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
@@ -157,14 +161,17 @@ def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
 
 def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
+  seeds = np.asarray(_draw_seeds(keys)) >> 1
+  return seeds.tolist()
 
+
+@jax.jit
+def _draw_seeds(keys: jax.Array) -> jax.Array:
   def draw(key):
     seed_key = jax.random.fold_in(key, _SEED_STREAM)
     return jax.random.bits(seed_key)
 
-  bits = jax.vmap(draw)(keys)
-  seeds = np.asarray(bits) >> 1
-  return seeds.tolist()
+  return jax.vmap(draw)(keys)
 
 
 def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:

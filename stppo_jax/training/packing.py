@@ -21,6 +21,7 @@ from typing import Any
 import chex
 import flax
 import jax
+from jax.extend.core import jaxpr_as_fun
 import jax.numpy as jnp
 import numpy as np
 
@@ -202,7 +203,9 @@ def sum_over(
     return function(micro_batch)
 
   branches = [functools.partial(compute, columns) for columns in capacities]
-  shapes = jax.eval_shape(branches[0], 0)
+  # The trace that shows the shapes of the sum is the first branch: tracing it again takes seconds.
+  jaxpr, shapes = jax.make_jaxpr(branches[0], return_shape=True)(0)
+  branches[0] = _as_function(jaxpr, shapes)
   zeros = jax.tree.map(jnp.zeros_like, shapes)
 
   def add(j, total):
@@ -212,6 +215,13 @@ def sum_over(
 
   num = num_micro_batches(packing, num_bins)
   return jax.lax.fori_loop(0, num, add, zeros)
+
+
+def _as_function(jaxpr, shapes):
+  """Returns the function that was traced, whose results have these shapes."""
+  compute = jaxpr_as_fun(jaxpr)
+  structure = jax.tree.structure(shapes)
+  return lambda *arguments: jax.tree.unflatten(structure, compute(*arguments))
 
 
 def which_capacity(
