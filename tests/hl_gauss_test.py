@@ -137,7 +137,6 @@ class LossTest(parameterized.TestCase):
 
 class StepTest(parameterized.TestCase):
 
-  @pytest.mark.slow
   def test_gradient_of_the_critic_end_to_end(self):
     spec = update_test.make_spec(row=ROW, critic=BINS, micro_batch=2)
     mesh = update_test.one_device()
@@ -155,7 +154,7 @@ class StepTest(parameterized.TestCase):
       loss = hl_gauss.loss(logits, batch.old_values, batch.returns, ROW)
       return jnp.sum(loss * batch.action_mask) / batch.action_mask.sum()
 
-    loss, gradient = jax.value_and_grad(loss_of)(before)
+    loss, gradient = jax.jit(jax.value_and_grad(loss_of))(before)
     after, metrics, _ = update_test.step(functions, spec, state, batch)
     step = jax.tree.map(jnp.subtract, before, after.critic)  # plain descent with rate 1
     chex.assert_trees_all_close(step, gradient, rtol=1e-4, atol=1e-6)
@@ -174,12 +173,6 @@ class StepTest(parameterized.TestCase):
     alone = update_test.run_step(spec, update_test.one_device())
     together = update_test.run_step(spec, sharding.make_mesh(2, 2, 2))
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
-
-  def test_micro_batches_change_nothing(self):
-    mesh = update_test.one_device()
-    whole = update_test.run_step(update_test.make_spec(row=ROW, critic=BINS), mesh)
-    parts = update_test.run_step(update_test.make_spec(row=ROW, critic=BINS, micro_batch=2), mesh)
-    chex.assert_trees_all_close(whole, parts, rtol=1e-4, atol=1e-6)
 
 
 class SettingsTest(parameterized.TestCase):

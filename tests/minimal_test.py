@@ -27,10 +27,10 @@ class MinimalTest(absltest.TestCase):
     critic = decoder.init(jax.random.key(2), minimal.CRITIC)
     sampler = decoder.init(jax.random.key(3), minimal.POLICY)  # another policy: the clip acts
     tokens, logp, rewards = minimal.play(sampler, np.random.default_rng(0), jax.random.key(0))
-    batch = minimal.annotate(critic, tokens, 3 * logp, rewards)
+    batch = jax.jit(minimal.annotate)(critic, tokens, 3 * logp, rewards)
     batch = jax.tree.map(lambda x: x[:8], batch)
-    expected, metrics = minimal.policy_gradient(policy, batch)
-    expected_critic = minimal.value_gradient(critic, batch)
+    expected, metrics = jax.jit(minimal.policy_gradient)(policy, batch)
+    expected_critic = jax.jit(minimal.value_gradient)(critic, batch)
 
     spec = update_test.make_spec(
         'st_ppo', actor=minimal.POLICY, critic=minimal.CRITIC, lengths=(9,), value_clip=0.0

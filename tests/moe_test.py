@@ -32,6 +32,8 @@ from stppo_jax.types import UserError
 from tests import update_test
 from tests.support import tiny_run
 
+trunk = jax.jit(decoder.trunk, static_argnums=1)
+token_logp = jax.jit(decoder.token_logp, static_argnums=1)
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 CONFIG = decoder.ModelConfig(
     vocab_size=40,
@@ -153,7 +155,7 @@ class ExpertsTest(parameterized.TestCase):
   def test_unused_expert_has_zero_gradient(self):
     x, weights, chosen, kernels = draw_inputs(experts=3)
     chosen = jnp.where(chosen == 2, 1, chosen)
-    grads = jax.grad(lambda k: jnp.sum(moe.experts(x, weights, chosen, k)))(kernels)
+    grads = jax.jit(jax.grad(lambda k: jnp.sum(moe.experts(x, weights, chosen, k))))(kernels)
     for grad in grads:
       np.testing.assert_array_equal(grad[2], 0)
       self.assertTrue(jnp.isfinite(grad).all())
@@ -203,7 +205,6 @@ class DecoderTest(parameterized.TestCase):
 
   def test_replaying_own_routes_is_identity(self):
     params, tokens = make_params(), make_tokens()
-    trunk = jax.jit(decoder.trunk, static_argnums=1)
     x, routing = trunk(params, CONFIG, tokens)
     routes = jnp.moveaxis(routing.chosen, 0, 2)
     again, _ = trunk(params, CONFIG, tokens, routes=routes)
@@ -270,7 +271,7 @@ class ReplayTest(absltest.TestCase):
 
   def run_step(self, replay, moved=0.0):
     """Returns (annotated batch, metrics, actor, what the step saw); the router moves in between."""
-    spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC, routing_replay=replay)
+    spec = update_test.make_spec('grpo', actor=MODEL, routing_replay=replay)
     mesh, rows = update_test.one_device(), update_test.ALL_ROWS
     functions = update_test.functions_of(spec, mesh)
     batch = update_test.make_batch()
@@ -295,11 +296,11 @@ class ReplayTest(absltest.TestCase):
   def test_changed_router_keeps_old_experts(self):
     moved = jax.random.normal(jax.random.key(7), (2, 16, 4))
     batch, _, _, seen = self.run_step('old_policy', moved)
-    actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC), moved)
+    actor = first_actor(update_test.make_spec('grpo', actor=MODEL), moved)
 
     def ratio(routes):
-      x, _ = decoder.trunk(actor, MODEL, batch.tokens, routes=routes)
-      logp, _ = decoder.token_logp(actor, MODEL, x, batch.tokens)
+      x, _ = trunk(actor, MODEL, batch.tokens, routes=routes)
+      logp, _ = token_logp(actor, MODEL, x, batch.tokens)
       return np.exp(logp - batch.old_logp)[mask]
 
     mask = np.asarray(batch.action_mask) > 0
@@ -310,8 +311,8 @@ class ReplayTest(absltest.TestCase):
   def test_the_metrics_of_the_router(self):
     batch, metrics, _, _ = self.run_step('none')
     # Rows end with their last agent token: what is before it is routed, padding is not counted.
-    actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC))
-    _, routing = decoder.trunk(actor, MODEL, batch.tokens)
+    actor = first_actor(update_test.make_spec('grpo', actor=MODEL))
+    _, routing = trunk(actor, MODEL, batch.tokens)
     ends = ((np.asarray(batch.action_mask) > 0) * np.arange(1, 25)).max(axis=1)
     live = jnp.arange(24) < ends[:, None]
     expected = moe.load_metrics(moe.routing_sums(routing, live, 4), 2)
@@ -359,9 +360,10 @@ class SamplerRoutesTest(parameterized.TestCase):
   @pytest.mark.slow_after(1)
   def test_recorded_experts_equal_those_of_one_pass(self, **sizes):
     for row, routes in self.play(**sizes):
-      _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))
+      padded = np.pad(row, (0, 32 - len(row)))[None]
+      _, routing = trunk(make_params(), CONFIG, padded)
       self.assertEqual(routes.dtype, np.uint8)
-      np.testing.assert_array_equal(routes, moe.recorded_routes(routing, 4)[0])
+      np.testing.assert_array_equal(routes, moe.recorded_routes(routing, 4)[0, : len(row)])
 
   def test_experts_reach_their_batch_row(self):
     ids = lambda *values: np.array(values, np.int32)
@@ -406,15 +408,15 @@ class SamplerRoutesTest(parameterized.TestCase):
     tokens, other = update_test.make_batch().tokens, jax.random.normal(
         jax.random.key(7), (2, 16, 4)
     )
-    _, routing = decoder.trunk(first_actor(spec, other), MODEL, tokens)
+    _, routing = trunk(first_actor(spec, other), MODEL, tokens)
     routes = moe.recorded_routes(routing, 4)
     batch, metrics, seen = self.run_step(routes)
     np.testing.assert_array_equal(batch.routes, routes)
     np.testing.assert_array_equal(seen['ratio'], 1.0)  # old_logp has the same experts
     actor = first_actor(spec)
-    x, own = decoder.trunk(actor, MODEL, tokens, routes=routes)
+    x, own = trunk(actor, MODEL, tokens, routes=routes)
     mask = np.asarray(batch.action_mask) > 0
-    expected = decoder.token_logp(actor, MODEL, x, tokens)[0]
+    expected = token_logp(actor, MODEL, x, tokens)[0]
     np.testing.assert_allclose(batch.old_logp[mask], expected[mask], rtol=1e-4, atol=1e-5)
     ends = (mask * np.arange(1, 25)).max(axis=1)
     live = np.arange(24) < ends[:, None]
@@ -426,8 +428,8 @@ class SamplerRoutesTest(parameterized.TestCase):
     with self.subTest('a router that moves before the step changes only the weights'):
       moved = 0.3 * jax.random.normal(jax.random.key(8), (2, 16, 4))
       batch, _, seen = self.run_step(routes, moved)
-      x, _ = decoder.trunk(first_actor(spec, moved), MODEL, tokens, routes=routes)
-      logp, _ = decoder.token_logp(first_actor(spec, moved), MODEL, x, tokens)
+      x, _ = trunk(first_actor(spec, moved), MODEL, tokens, routes=routes)
+      logp, _ = token_logp(first_actor(spec, moved), MODEL, x, tokens)
       ratio = np.exp(logp - batch.old_logp)[mask]
       np.testing.assert_allclose(np.asarray(seen['ratio'])[mask], ratio, rtol=1e-3)
 
@@ -437,7 +439,7 @@ class SamplerRoutesTest(parameterized.TestCase):
 
   def test_the_routes_of_ones_own_router_replace_nothing(self):
     spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
-    _, routing = decoder.trunk(first_actor(spec), MODEL, update_test.make_batch().tokens)
+    _, routing = trunk(first_actor(spec), MODEL, update_test.make_batch().tokens)
     _, metrics, seen = self.run_step(moe.recorded_routes(routing, 4))
     self.assertEqual(metrics['moe/replaced_experts'], 0)
     self.assertEqual(metrics['moe/tokens_routed_otherwise'], 0)
