@@ -30,7 +30,6 @@ from stppo_jax.training import loop
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
-from tests import loop_test
 from tests import update_test
 from tests.support import tiny_run
 
@@ -49,14 +48,6 @@ MODEL = decoder.ModelConfig(
 )
 CRITIC = dataclasses.replace(MODEL, head='value')
 RANK = 3
-
-
-def setUpModule():
-  loop_test.setUpModule()  # the tiny run's folder, and quick compilation
-
-
-def tearDownModule():
-  loop_test.tearDownModule()
 
 
 def make_adapters(params, key=1, targets=tuple(lora.TARGETS)):
@@ -355,7 +346,7 @@ class RunTest(absltest.TestCase):
         'eval.every': 0,
         'train.mini_batch': 16,
     }
-    config = loop_test.make_config(**values)
+    config = tiny_run.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
       policy_lib.export(config, self.workdir)
     loop.start(config, self.workdir)
@@ -366,7 +357,7 @@ class RunTest(absltest.TestCase):
       self.assertNotEqual(rows[2]['actor/reward_kl_penalty'], 0)
 
     with self.subTest('a checkpoint holds what is trained'):
-      state = loop_test.state_after(config, self.workdir, 2)
+      state = tiny_run.state_after(config, self.workdir, 2)
       leaves = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(state.actor)}
       self.assertEqual(leaves, {'lora_a', 'lora_b'})
       self.assertEqual(state.critic.keys(), {'layers', 'value_head'})
@@ -378,15 +369,15 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):
-        policy_lib.export(loop_test.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
+        policy_lib.export(tiny_run.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
 
     with self.subTest('three at once equal two and one more'):
-      config = loop_test.make_config(**values | {'train.updates': 3})
+      config = tiny_run.make_config(**values | {'train.updates': 3})
       loop.start(config, self.workdir)
       with tempfile.TemporaryDirectory() as whole:
         loop.start(config, whole)
         chex.assert_trees_all_equal(
-            loop_test.state_after(config, self.workdir, 3), loop_test.state_after(config, whole, 3)
+            tiny_run.state_after(config, self.workdir, 3), tiny_run.state_after(config, whole, 3)
         )
 
     with self.subTest('an evaluation has the scores of training'):
@@ -399,7 +390,7 @@ class RunTest(absltest.TestCase):
       with tiny_run.reading_policies_alone():
         folder = policy_lib.export(config, self.workdir)
       learner = tiny_run.load_learners(config)
-      state = loop_test.state_after(config, self.workdir, 3)
+      state = tiny_run.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
       logits = lambda params, model: decoder.forward(params, model, tokens, None)[0]
@@ -412,14 +403,14 @@ class RunTest(absltest.TestCase):
   @pytest.mark.slow
   def test_full_training_exports_its_policy_too(self):
     source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
-    shutil.copytree(loop_test.make_config().model.folder, source)
+    shutil.copytree(tiny_run.make_config().model.folder, source)
     values = {'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
-    config = loop_test.make_config(**values, **{'model.folder': str(source)})
+    config = tiny_run.make_config(**values, **{'model.folder': str(source)})
     loop.start(config, self.workdir)
     with tiny_run.reading_policies_alone():
       folder = policy_lib.export(config, self.workdir)
     exported, params = convert.load_hf(folder)
-    trained = loop_test.state_after(config, self.workdir, 1).actor
+    trained = tiny_run.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
     ends = json.loads(pathlib.Path(folder, 'config.json').read_text())['eos_token_id']
     self.assertIn(ends, components.resolve(config).tokenizer.eos_ids)  # the source names none
@@ -435,12 +426,12 @@ class RunTest(absltest.TestCase):
     self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
-    shared = tiny_run.load_learners(loop_test.make_config(**{'model.lora_rank': 2})).frozen
+    shared = tiny_run.load_learners(tiny_run.make_config(**{'model.lora_rank': 2})).frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
-    folder = loop_test.make_config().model.folder
+    folder = tiny_run.make_config().model.folder
     apart = tiny_run.load_learners(
-        loop_test.make_config(
+        tiny_run.make_config(
             **{
                 'model.lora_rank': 2,
                 'model.critic_folder': folder,
@@ -451,7 +442,7 @@ class RunTest(absltest.TestCase):
     self.assertNotIn('lm_head', apart.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
-    full = tiny_run.load_learners(loop_test.make_config(**in_loss)).frozen
+    full = tiny_run.load_learners(tiny_run.make_config(**in_loss)).frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

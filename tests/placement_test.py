@@ -13,25 +13,15 @@ import pytest
 
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
-from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.planning import plan
 from stppo_jax.training import loop
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
-from tests import loop_test
 from tests import update_test
 from tests.support import tiny_run
 
 ON_HOST = {'placement.optimizer': 'host', 'placement.critic': 'host', 'placement.reference': 'host'}
-
-
-def setUpModule():
-  loop_test.setUpModule()  # the tiny run's folder, and quick compilation
-
-
-def tearDownModule():
-  loop_test.tearDownModule()
 
 
 def kinds(tree):
@@ -106,9 +96,9 @@ class RunTest(absltest.TestCase):
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
     with tiny_run.updates_compiled_ahead():
-      loop.start(loop_test.make_config(**values), here)
-    loop.start(loop_test.make_config(**values, **{'train.updates': 1}), moved)
-    config = loop_test.make_config(**values, **ON_HOST)
+      loop.start(tiny_run.make_config(**values), here)
+    loop.start(tiny_run.make_config(**values, **{'train.updates': 1}), moved)
+    config = tiny_run.make_config(**values, **ON_HOST)
     learners = tiny_run.load_learners(config)
     state = learners.state
     self.assertEqual(
@@ -117,13 +107,11 @@ class RunTest(absltest.TestCase):
     )
     self.assertEqual(kinds(state.actor), {'device'})
     loop.start(config, moved)
-    for ours, theirs in zip(
-        metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True
-    ):
+    for ours, theirs in zip(*map(tiny_run.comparable_metrics, (moved, here)), strict=True):
       if ours['step'] != 1 or 'val-core/all/em' not in ours:  # one update ends with an evaluation
-        self.assertEqual(loop_test.comparable(ours), loop_test.comparable(theirs))
+        self.assertEqual(ours, theirs)
     chex.assert_trees_all_equal(
-        loop_test.state_after(config, moved, 2), loop_test.state_after(config, here, 2)
+        tiny_run.state_after(config, moved, 2), tiny_run.state_after(config, here, 2)
     )
 
 
@@ -131,8 +119,8 @@ class PlanTest(absltest.TestCase):
 
   def test_offloaded_bytes_are_counted_on_the_host(self):
     self.enterContext(mock.patch.object(plan, '_programs', return_value=()))  # nothing to compile
-    here = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward'})).held
-    there = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward', **ON_HOST})).held
+    here = plan.make(tiny_run.make_config(**{'algorithm.kl_in': 'reward'})).held
+    there = plan.make(tiny_run.make_config(**{'algorithm.kl_in': 'reward', **ON_HOST})).held
     self.assertEqual(there['policy'], here['policy'])
     for name in ('optimizers', 'critic', 'reference policy'):
       self.assertEqual(here[f'{name}, on the host'], (0, 0))
@@ -144,9 +132,7 @@ class PlanTest(absltest.TestCase):
   def test_adapters_share_a_base(self):
     """One base of policy, critic and reference; what is trained is counted, and moments are of
     that."""
-    planned = plan.make(
-        loop_test.make_config(**{'algorithm.kl_in': 'reward', 'model.lora_rank': 2})
-    )
+    planned = plan.make(tiny_run.make_config(**{'algorithm.kl_in': 'reward', 'model.lora_rank': 2}))
     trained = planned.num_params['trained']
     adapters = 2 * (
         (16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32)
