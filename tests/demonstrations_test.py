@@ -395,8 +395,9 @@ class PlayTest(parameterized.TestCase):
   def batches(self, **values):
     config = make_config(**values)
     parts = components.resolve(config)
-    run_lib.load_inputs(parts)
-    learners, agent = run_lib.setup(parts, objective.make_variant(config))
+    variant = objective.make_variant(config)
+    run_lib.load_inputs(parts, variant)
+    learners, agent = run_lib.setup(parts, variant)
     batches = run_lib.make_batches(config, agent, learners.policy, parts.tasks, NEVER)
     return batches, batches.copy(learners.actor)
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.algorithms import variants
@@ -213,6 +212,10 @@ class RunTest(parameterized.TestCase):
     for name in ('actor/teacher_kl', 'actor/pg_loss', 'stppo/grad_norm', 'pipeline/staleness'):
       self.assertEqual([row[name] for row in got], [row[name] for row in expected], name)
 
+  def load_inputs(self):
+    variant, parts = run_lib.check(self.make_config())
+    run_lib.load_inputs(parts, variant)
+
   def test_other_tokenizer_is_refused(self):
     path = os.path.join(self.teacher, 'tokenizer.json')
     with open(path, encoding='utf-8') as file:
@@ -220,11 +223,11 @@ class RunTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(text.replace('<answer> red</answer>', '<answer> tea</answer>'))
     with self.assertRaisesRegex(types.UserError, 'teacher.folder.*another tokenizer'):
-      run_lib.load_inputs(components.resolve(self.make_config()))
+      self.load_inputs()
     os.remove(path)
     os.remove(os.path.join(self.teacher, 'tokenizer_config.json'))
     with self.assertRaisesRegex(types.UserError, 'holds no tokenizer'):
-      run_lib.load_inputs(components.resolve(self.make_config()))
+      self.load_inputs()
 
   @parameterized.parameters(
       ({'teacher.folder': ''}, 'no advantage but that of a teacher'),

@@ -142,6 +142,16 @@ class BeforeWeightsTest(PreflightCase):
   def test_missing_file_leaves_no_folder(self, **values):
     self.refused(make_config(**values), 'absent')
 
+  @parameterized.parameters('model__folder', 'model__critic_folder')
+  def test_missing_weights_leave_no_folder(self, setting):
+    folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'model')
+    shutil.copytree(os.path.join(tiny_run.shared_folder(), 'model'), folder)
+    path = pathlib.Path(folder, 'model.safetensors')
+    path.write_bytes(path.read_bytes()[:-1])
+    self.refused(make_config(**{setting: folder}), 'not a whole safetensors file')
+    path.unlink()
+    self.refused(make_config(**{setting: folder}), folder, 'has no weights')
+
   def test_sft_without_its_file_leaves_no_folder(self):
     self.refused(make_config(data__source='/absent.jsonl'), 'absent', run=sft.start)
 

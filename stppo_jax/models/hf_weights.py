@@ -70,9 +70,7 @@ def load_hf(
   for entry in entries:
     entries_by_path[entry.path].append(entry)
   with contextlib.ExitStack() as stack:
-    tensors = _text_tensors(folder, _open_tensors(stack, folder))
-    _check_keys(folder, config, tensors, entries)
-    _check_tensors(folder, tensors, entries)
+    tensors = _checked_tensors(stack, folder, config, entries)
     if config.tie_embeddings and 'lm_head.weight' in tensors and head != 'value':
       _check_tied(folder, tensors, entries[0].name)
 
@@ -85,6 +83,20 @@ def load_hf(
 
     params = jax.tree_util.tree_map_with_path(load, shapes, *places)
   return config, params
+
+
+def check(folder: str | pathlib.Path, config: decoder.ModelConfig) -> None:
+  """Raises the errors of `load_hf` for files and tensors that do not fit. Reads no numbers."""
+  with contextlib.ExitStack() as stack:
+    _checked_tensors(stack, pathlib.Path(folder), config, hf_config.table(config))
+
+
+def _checked_tensors(stack, folder, config, entries):
+  """Returns {key: lazy slice} of the tensors of `entries`; the files close with `stack`."""
+  tensors = _text_tensors(folder, _open_tensors(stack, folder))
+  _check_keys(folder, config, tensors, entries)
+  _check_tensors(folder, tensors, entries)
+  return tensors
 
 
 def _open_tensors(stack, folder):

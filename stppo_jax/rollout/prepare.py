@@ -153,6 +153,14 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer, frame: str) -> N
   tokenizer_lib.make_framing(tokenizer, frame, config.rollout.max_observation)
 
 
+def check_weights(
+    config, head: str, folder: str | None = None, value_labels: tuple[str, ...] = ('value',)
+) -> None:
+  """Raises the UserErrors that `load_policy` would raise with these arguments. Reads no weights."""
+  shape = load_shape(config, head, folder, value_labels)
+  hf_weights.check(folder or model_folder(config), shape)
+
+
 def check_positions(config) -> None:
   """Raises a UserError if the policy has too few positions for config.rollout.max_total."""
   _check_positions(config, load_shape(config), 'model.folder')

@@ -44,7 +44,7 @@ def start(
   workdir/profile.
   """
   variant, parts = run_lib.check(config)
-  load_inputs = functools.partial(run_lib.load_inputs, parts)
+  load_inputs = functools.partial(run_lib.load_inputs, parts, variant)
   with recovery.hold_workdir(config, variant, workdir, load_inputs):
     learners, agent = run_lib.setup(parts, variant)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)

@@ -105,7 +105,7 @@ def _check_staleness(config):
     )
 
 
-def load_inputs(parts: Components) -> None:
+def load_inputs(parts: Components, variant: Variant) -> None:
   """Loads everything but the weights: tokenizer, retriever, tasks. Checks that it fits together."""
   config = parts.config
   tasks = parts.tasks
@@ -121,6 +121,12 @@ def load_inputs(parts: Components) -> None:
     demonstrations.check_tasks(config.rollout.demonstrations, source, parts.env, tasks)
   if config.teacher.folder:
     prepare.check_teacher(config, tokenizer)
+    prepare.check_weights(config, 'tokens', config.teacher.folder)
+  head, critic_head = learner_lib.model_heads(config, variant)
+  prepare.check_weights(config, head, None, variant.value_labels)
+  if critic_head:
+    critic_folder = config.model.critic_folder or None
+    prepare.check_weights(config, critic_head, critic_folder, variant.value_labels)
   server = _make_teacher(config)
   if server is not None:
     hosts.by_writer(server.check, tokenizer, config.rollout.max_total)

@@ -77,7 +77,7 @@ def train(config, workdir, stop_signal=NEVER, **options):
 def replacing_setup(**options):
   """Context manager: a run has the learners and the agent of `setup`, and no other inputs."""
   make = lambda parts, unused_variant: setup(parts, **options)
-  with mock.patch.multiple(run_lib, setup=make, load_inputs=lambda unused_parts: None):
+  with mock.patch.multiple(run_lib, setup=make, load_inputs=lambda *unused: None):
     yield
 
 
