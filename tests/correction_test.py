@@ -59,10 +59,14 @@ def _logp(weights, batch):
   )[..., 0]
 
 
+# Compiled as one program: each operation on its own would be one.
+_compiled = jax.jit(correction.cotangents, static_argnums=2)
+
+
 def _cotangents(logp, batch, variant, weights=None, **fields):
   """The cotangents of a variant with some of its fields replaced."""
   fields = {name: value for name, value in fields.items() if value is not None}
-  return correction.cotangents(logp, batch, dataclasses.replace(variant, **fields), weights)
+  return _compiled(logp, batch, dataclasses.replace(variant, **fields), weights)
 
 
 def _gradients(batch, variant, turn_batch=None, **options):
