@@ -287,9 +287,8 @@ class UpdateTest(parameterized.TestCase):
     with count(attention_kernels, '_cudnn') as cudnn, count(attention, '_plain') as plain:
       alone = run_step(spec, one_device())
     self.assertEqual(plain.call_count, 0)
-    # annotate: policy and critic; update_step: these and C. All twice, because the shapes of a sum
-    # over micro-batches come first.
-    self.assertEqual(cudnn.call_count, 10)
+    # annotate: policy and critic; update_step: these and C.
+    self.assertEqual(cudnn.call_count, 5)
     chex.assert_trees_all_close(alone, packed, rtol=1e-4, atol=1e-6)
 
   def test_bias_of_clipped_rows_equals_all_rows(self):
