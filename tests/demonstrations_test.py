@@ -209,9 +209,12 @@ class ImitationTest(parameterized.TestCase):
   def test_it_adds_to_the_gradient_of_other_objectives(self, variant):
     self.check_sum(variant)
 
-  def check_sum(self, variant):
+  @pytest.mark.slow
+  def test_demonstrations_are_padding_to_the_divisor(self):
+    self.check_padding(make_spec('st_ppo'), make_batch())
+
+  def check_padding(self, spec, batch):
     """Without imitation, demonstrations are padding to the policy, the critic and all metrics."""
-    batch = make_batch()
     is_sampled = 1 - IS_DEMONSTRATED[:, None]
     ids = np.where(IS_DEMONSTRATED, 100 + np.arange(ROWS), batch.group_ids).astype(np.int32)
     padded = dataclasses.replace(
@@ -222,12 +225,16 @@ class ImitationTest(parameterized.TestCase):
         group_ids=ids,
         demonstrated=None,
     )
-    spec = make_spec(variant, divisor='none')
     _, expected, expected_metrics, _ = one_update(spec, padded)
     _, plain, metrics, _ = one_update(spec, batch)
     chex.assert_trees_all_close(plain, expected, rtol=1e-5, atol=1e-7)
     metrics.pop('actor/imitation_loss')
     chex.assert_trees_all_close(metrics, expected_metrics, rtol=1e-4, atol=1e-6)
+    return plain
+
+  def check_sum(self, variant):
+    batch = make_batch()
+    plain = self.check_padding(make_spec(variant, divisor='none'), batch)
     _, both, _, _ = one_update(make_spec(variant, imitation=2.0, divisor='none'), batch)
     added = moved(plain.actor, both.actor)
     gradient = imitation_gradient(batch, np.flatnonzero(IS_DEMONSTRATED))
