@@ -124,7 +124,6 @@ class BeforeWeightsTest(PreflightCase):
   @parameterized.parameters(
       {'data__source': '/absent'},
       {'data__corpus': '/absent.jsonl'},
-      {'retriever__kind': 'dense', 'retriever__encoder': '/absent'},
       {'model__folder': '/absent'},
       {'model__critic_folder': '/absent'},
       {
@@ -141,6 +140,11 @@ class BeforeWeightsTest(PreflightCase):
   )
   def test_missing_file_leaves_no_folder(self, **values):
     self.refused(make_config(**values), 'absent')
+
+  def test_missing_encoder_leaves_no_folder(self):
+    has_torch = importlib.util.find_spec('torch') is not None
+    config = make_config(retriever__kind='dense', retriever__encoder='/absent')
+    self.refused(config, 'absent' if has_torch else 'needs torch')
 
   @parameterized.parameters('model__folder', 'model__critic_folder')
   def test_missing_weights_leave_no_folder(self, setting):
