@@ -5,6 +5,7 @@ import dataclasses
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -180,10 +181,15 @@ class Schedulers(Sampling):
 
   def serving(self, prompts, observations, budgets, wait_s):
     """Plays the same episodes as agent programs would, without HTTP, as many at a time as rows."""
-    sampler = self._serving_sampler(_total(prompts, observations, budgets.max()))
+    tokenizer = SimpleNamespace(token_bytes=[b''] * self.config.vocab_size, eos_ids=())
+    slots = _total(prompts, observations, budgets.max())
+    if ('serving', slots) not in self._samplers:
+      sampler = gateway.make_sampler(self.config, tokenizer, WIDTH, slots)
+      self._samplers['serving', slots] = sampler
+    sampler = self._samplers['serving', slots]
     keys = jax.device_get(jax.random.key_data(jax.random.split(jax.random.key(1), len(prompts))))
-    no_bytes = [b''] * self.config.vocab_size
-    with scheduler_lib.Scheduler(sampler, self._params, no_bytes, (), 1024) as scheduler:
+    texts = tokenizer.token_bytes
+    with scheduler_lib.Scheduler(sampler, self._params, texts, (), 1024) as scheduler:
 
       def play(index):
         ids = prompts[index].tolist()
@@ -206,22 +212,6 @@ class Schedulers(Sampling):
 
       with futures.ThreadPoolExecutor(WIDTH) as pool:
         list(pool.map(play, range(len(prompts))))
-
-  def _serving_sampler(self, slots):
-    key = 'serving', slots
-    if key not in self._samplers:
-      never = np.zeros((2, self.config.vocab_size), np.int32)
-      sizes = sampling.Sizes(
-          slots,
-          rows=WIDTH,
-          steps=gateway.STEPS,
-          slot_buckets=sampling.default_slot_buckets(slots),
-          chunk_buckets=(32, 128),
-      )
-      self._samplers[key] = sampler_lib.Sampler(
-          self.config, never, (), sizes, sampling.Distribution()
-      )
-    return self._samplers[key]
 
 
 def _plain(name, **columns):

@@ -86,7 +86,10 @@ def load_hf(
 
 
 def check(folder: str | pathlib.Path, config: decoder.ModelConfig) -> None:
-  """Raises the errors of `load_hf` for files and tensors that do not fit. Reads no numbers."""
+  """Raises the errors of `load_hf` for files and tensors that do not fit.
+
+  Reads headers, and biases that must be 0.
+  """
   with contextlib.ExitStack() as stack:
     _checked_tensors(stack, pathlib.Path(folder), config, hf_config.table(config))
 

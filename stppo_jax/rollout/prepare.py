@@ -156,7 +156,7 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer, frame: str) -> N
 def check_weights(
     config, head: str, folder: str | None = None, value_labels: tuple[str, ...] = ('value',)
 ) -> None:
-  """Raises the UserErrors that `load_policy` would raise with these arguments. Reads no weights."""
+  """Raises the UserErrors that `load_policy` would raise with these arguments. Reads headers."""
   shape = load_shape(config, head, folder, value_labels)
   hf_weights.check(folder or model_folder(config), shape)
 
