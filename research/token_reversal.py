@@ -90,37 +90,42 @@ class Batch(NamedTuple):
 
 
 class Policy(nn.Module):
-  """The transformer of the authors."""
+  """The transformer of the authors.
+
+  With `decode`, tokens [B,1] at position `start` continue the rows in the collection `cache`.
+  """
 
   vocabulary: int
   heads: int
+  max_length: int
+  decode: bool = False
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: jax.Array, start: jax.typing.ArrayLike = 0) -> jax.Array:
     """Returns the logits [B,T,V] of the tokens that follow tokens [B,T]."""
-    length = tokens.shape[1]
-    positions = self.param('positions', nn.initializers.normal(0.02), (length, WIDTH))
+    positions = self.param('positions', nn.initializers.normal(0.02), (self.max_length, WIDTH))
+    positions = jax.lax.dynamic_slice_in_dim(positions, start, tokens.shape[1])
     x = nn.Embed(self.vocabulary, WIDTH)(tokens) + positions
-    causal = nn.make_causal_mask(tokens)
+    mask = None if self.decode else nn.make_causal_mask(tokens)
     for _ in range(LAYERS):
       normed = nn.LayerNorm()(x)
-      x = x + nn.MultiHeadDotProductAttention(num_heads=self.heads)(normed, mask=causal)
+      attention = nn.MultiHeadDotProductAttention(num_heads=self.heads, decode=self.decode)
+      x = x + attention(normed, mask=mask)
       normed = nn.LayerNorm()(x)
       hidden = nn.gelu(nn.Dense(4 * WIDTH)(normed))
       x = x + nn.Dense(WIDTH)(hidden)
     return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
 
 
-def answer_logits(params: dict, tokens: jax.Array, setting: Setting) -> jax.Array:
-  """Returns the logits [B,H,V] of the answer's tokens. `tokens` are [B,2H]."""
-  policy = Policy(setting.vocabulary, setting.heads)
-  logits = policy.apply(params, tokens)
-  return logits[:, setting.length - 1 : -1]  # position t predicts token t + 1
+def make_policy(setting: Setting, decode: bool = False) -> Policy:
+  """Returns the policy of a setting."""
+  return Policy(setting.vocabulary, setting.heads, 2 * setting.length, decode)
 
 
 def answer_logp(params: dict, tokens: jax.Array, setting: Setting) -> jax.Array:
-  """Returns the log-probs [B,H] of the answer's tokens."""
-  logp = jax.nn.log_softmax(answer_logits(params, tokens, setting))
+  """Returns the log-probs [B,H] of the answer's tokens. `tokens` are [B,2H]."""
+  logits = make_policy(setting).apply(params, tokens)
+  logp = jax.nn.log_softmax(logits[:, setting.length - 1 : -1])  # position t predicts token t + 1
   answers = tokens[:, setting.length :, None]
   return jnp.take_along_axis(logp, answers, axis=-1)[..., 0]
 
@@ -134,12 +139,19 @@ def sample(params: dict, key: jax.Array, setting: Setting) -> tuple[Batch, jax.A
   questions = jnp.repeat(questions, setting.group_size, axis=0)
   tokens = jnp.concatenate([questions, jnp.zeros_like(questions)], axis=1)
 
-  def write(t, tokens):
-    logits = answer_logits(params, tokens, setting)[:, t]
-    drawn = jax.random.categorical(jax.random.fold_in(answer_key, t), logits)
-    return tokens.at[:, setting.length + t].set(drawn)
+  policy = make_policy(setting, decode=True)
 
-  tokens = jax.lax.fori_loop(0, setting.length, write, tokens)
+  def write_next(t, state):
+    tokens, cache = state
+    token = jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1)
+    logits, changed = policy.apply(params | {'cache': cache}, token, t, mutable='cache')
+    written = t + 1 - setting.length  # of the answer, < 0 in the question
+    drawn = jax.random.categorical(jax.random.fold_in(answer_key, written), logits[:, 0])
+    token = jnp.where(written >= 0, drawn, tokens[:, t + 1])
+    return tokens.at[:, t + 1].set(token), changed['cache']
+
+  cache = policy.init(answer_key, tokens)['cache']
+  tokens, _ = jax.lax.fori_loop(0, 2 * setting.length - 1, write_next, (tokens, cache))
   is_right = tokens[:, setting.length :] == questions[:, ::-1]
   advantages, mask, rewards = score(is_right, setting)
   old_logp = answer_logp(params, tokens, setting)
@@ -181,7 +193,7 @@ def train(seed: jax.Array, setting: Setting) -> jax.Array:
   optimizer = optax.contrib.muon(LEARNING_RATE)
   init_key, run_key = jax.random.split(jax.random.key(seed))
   tokens = jnp.zeros((1, 2 * setting.length), int)
-  params = Policy(setting.vocabulary, setting.heads).init(init_key, tokens)
+  params = make_policy(setting).init(init_key, tokens)
 
   def step(state, batch):
     params, opt_state = state

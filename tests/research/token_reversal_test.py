@@ -33,7 +33,7 @@ class TokenReversalTest(absltest.TestCase):
   def test_loss_gradient_is_that_of_the_policy(self):
     """On-policy, the clipped loss has the gradient of -mean(sum(A logp)), and k3 has none."""
     setting = token_reversal.Setting('dense', vocabulary=3, length=2, answers=4, kl_coef=0.5)
-    policy = token_reversal.Policy(setting.vocabulary, setting.heads)
+    policy = token_reversal.make_policy(setting)
     params = policy.init(jax.random.key(0), jnp.zeros((1, 4), int))
     batch, error = token_reversal.sample(params, jax.random.key(1), setting)
 
