@@ -29,6 +29,19 @@ class TokenReversalTest(absltest.TestCase):
     np.testing.assert_array_equal(mask, [[0, 0], [0, 0], [1, 1], [1, 1]])
     np.testing.assert_allclose(advantages[2:, 0], [0.5**0.5, -(0.5**0.5)], atol=1e-5)
 
+  def test_sampling_reads_the_whole_row(self):
+    """What is drawn with a cache of one token at a time is drawn from the logits of whole rows."""
+    setting = token_reversal.Setting('dense', vocabulary=5, length=3, answers=6)
+    policy = token_reversal.make_policy(setting)
+    params = policy.init(jax.random.key(0), jnp.zeros((1, 6), int))
+    params = jax.tree.map(lambda x: 3 * x, params)  # far from equal probabilities
+    batch, _ = token_reversal.sample(params, jax.random.key(1), setting)
+    logits = policy.apply(params, batch.tokens)[:, 2:-1]
+    key = jax.random.split(jax.random.key(1))[1]
+    for t in range(3):
+      drawn = jax.random.categorical(jax.random.fold_in(key, t), logits[:, t])
+      np.testing.assert_array_equal(batch.tokens[:, 3 + t], drawn)
+
   @pytest.mark.slow
   def test_loss_gradient_is_that_of_the_policy(self):
     """On-policy, the clipped loss has the gradient of -mean(sum(A logp)), and k3 has none."""
