@@ -56,6 +56,16 @@ RULES = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'rs_ppo')
 RATES = (5e-5, 1e-4, 2e-4)
 SEARCH_SEEDS = (100, 101)
 BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 5e-5, 's_ppo': 1e-4, 'st_ppo': 5e-5, 'rs_ppo': 2e-4}
+# The default run on younger batches, and for twice as long. Rates are searched again, on one seed.
+VARIED = {
+    'age_0': {'pipeline.staleness': 0},
+    'age_2': {'pipeline.staleness': 2},
+    'age_4': {'pipeline.staleness': 4},
+    'long': {'train.updates': 48},
+}
+VARIED_RULES = ('ppo', 'st_ppo')
+VARIED_RATES: dict[str, dict[str, float]] = {}  # {name: {rule: best rate}}
+VARIED_SEARCH_SEEDS = (100,)
 
 
 def get_config(mode=''):
@@ -104,6 +114,17 @@ def get_study(mode=''):
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS, drawn=())
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
+  for name, change in VARIED.items():
+    base = default_run() | change
+    chosen = {rule: rules[rule] for rule in VARIED_RULES}
+    grids[f'default_{name}_search'] = grid.Grid(
+        chosen, rates, base, seeds=VARIED_SEARCH_SEEDS, drawn=(), only_complete=True
+    )
+    if name in VARIED_RATES:
+      at_best = {rule: rules[rule] | {'actor.lr': VARIED_RATES[name][rule]} for rule in chosen}
+      grids[f'default_{name}'] = grid.Grid(
+          at_best, {'best_rate': {}}, base, drawn=(), only_complete=True
+      )
   grids['system_stale'] = grid.Grid(
       _stale_methods(methods), _condition('stale'), only_complete=True
   )
