@@ -250,12 +250,13 @@ class ResultsTest(absltest.TestCase):
     )
 
 
-class CommittedPageTest(absltest.TestCase):
+class CommittedPageTest(parameterized.TestCase):
 
+  @parameterized.parameters(('study_stability.py', 4), ('study_rows.py', 1))
   @pytest.mark.slow
-  def test_committed_pages_are_those_of_the_committed_results(self):
-    _, texts = build.load(str(ROOT / 'research/study_stability.py'), '')
-    self.assertLen(texts, 4)
+  def test_committed_pages_are_those_of_the_committed_results(self, file, num_pages):
+    _, texts = build.load(str(ROOT / 'research' / file), '')
+    self.assertLen(texts, num_pages)
     for name, text in texts.items():
       self.assertEqual((ROOT / 'docs' / name).read_text(encoding='utf-8'), text, name)
       self.assertNotIn(build.NO_RUNS, text, name)
