@@ -261,7 +261,7 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
   if prefix == protocol.PROGRAM_PREFIX:
     from stppo_jax.envs import program
 
-    function = plugins.load('env.kind', rest, {})
+    function = plugins.load('env.kind', rest, {}, prefix=f'{prefix}:')
     return program.make_factory(env.kind, function, env.options, available['reward'])
   if rest and prefix in ADAPTERS:
     make = plugins.resolve(ADAPTERS[prefix])(rest)

@@ -13,23 +13,25 @@ from stppo_jax.types import hint
 from stppo_jax.types import UserError
 
 
-def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
+def load(field: str, name: str, built_in: Mapping[str, Any], prefix: str = '') -> Any:
   """Returns the object of `config.<field>=<name>`: load('env.kind', 'm:Countdown', ENVIRONMENTS).
 
-  `built_in` holds objects, or their 'module:attribute', which is imported when it is named.
+  `built_in` holds objects, or their 'module:attribute', which is imported when it is named. A
+  `prefix` of the setting is not a part of the name, and errors show it.
   UserError: the name is neither a short name nor the name of an object that can be imported.
   """
   if name in built_in:
     value = built_in[name]
     return resolve(value) if isinstance(value, str) else value
 
-  setting = f'config.{field}={name!r}'
+  setting = f'config.{field}={prefix + name!r}'
   module_name, _, attribute = name.partition(':')
   has_space = name != ''.join(name.split())
   # Checked before the import, which runs the module. `saved_config` knows names of this form.
   if not (module_name and attribute) or has_space:
+    short_names = f'{", ".join(built_in)}, or ' if built_in else ''
     raise UserError(
-        f'{setting}: allowed are {", ".join(built_in)}, or module:attribute{hint(name, built_in)}'
+        f'{setting}: allowed are {short_names}{prefix}module:attribute{hint(name, built_in)}'
     )
 
   value = import_module(setting, module_name)

@@ -341,7 +341,7 @@ class ProgramAgentTest(parameterized.TestCase):
 
   @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
   def test_unknown_program_is_one_line(self, kind):
-    with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
+    with self.assertRaisesRegex(types.UserError, f'config.env.kind={kind!r}: '):
       components.resolve(make_config(kind))
 
 
