@@ -64,7 +64,9 @@ VARIED = {
     'long': {'train.updates': 48},
 }
 VARIED_RULES = ('ppo', 'st_ppo')
-VARIED_RATES: dict[str, dict[str, float]] = {}  # {name: {rule: best rate}}
+VARIED_RATES: dict[str, dict[str, float]] = {  # {name: {rule: best rate}}
+    'age_0': {'ppo': 5e-5, 'st_ppo': 5e-5},
+}
 VARIED_SEARCH_SEEDS = (100,)
 
 
