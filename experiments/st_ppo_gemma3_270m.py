@@ -1,13 +1,13 @@
 """ST-PPO on Gemma 3 270M: the smallest model of 2025 that follows instructions, one accelerator.
 
   hf download google/gemma-3-270m-it --local-dir=models/gemma-3-270m-it
-  python run.py sft --config=experiments/st_ppo_gemma3_270m.py \\
-    --config.data.source=DATA/chats.jsonl --workdir=runs/sft_gemma3_270m
+  python -m scripts.sft_smollm2 --model=models/gemma-3-270m-it --source=DATA/general_qa.jsonl \\
+    --corpus=DATA/general_corpus.jsonl --out=runs/sft_gemma3_270m
   python run.py --config=experiments/st_ppo_gemma3_270m.py \\
-    --config.model.folder=runs/sft_gemma3_270m/model \\
+    --config.model.folder=runs/sft_gemma3_270m \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
-Not run on an accelerator yet. docs/warm_start.md explains the demonstrations of the second line.
+Not run on an accelerator yet. The second line makes demonstrations from templates.
 Does it fit?  python run.py --config=experiments/st_ppo_gemma3_270m.py --mode=plan \\
   --topology=v5e:2x2
 """

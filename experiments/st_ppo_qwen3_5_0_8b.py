@@ -1,13 +1,13 @@
 """ST-PPO on Qwen3.5-0.8B: real questions, BM25 over real passages, one accelerator.
 
   hf download Qwen/Qwen3.5-0.8B --local-dir=models/Qwen3.5-0.8B
-  python run.py sft --config=experiments/st_ppo_qwen3_5_0_8b.py \\
-    --config.data.source=DATA/chats.jsonl --workdir=runs/sft_qwen3_5_0_8b
+  python -m scripts.sft_smollm2 --model=models/Qwen3.5-0.8B --source=DATA/general_qa.jsonl \\
+    --corpus=DATA/general_corpus.jsonl --out=runs/sft_qwen3_5_0_8b
   python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py \\
-    --config.model.folder=runs/sft_qwen3_5_0_8b/model \\
+    --config.model.folder=runs/sft_qwen3_5_0_8b \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
-Not run on an accelerator yet. docs/warm_start.md explains the demonstrations of the second line.
+Not run on an accelerator yet. The second line makes demonstrations from templates.
 Does it fit?  python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py --mode=plan \\
   --topology=v5e:2x2
 """

@@ -3,11 +3,12 @@ r"""Makes a small model that can play an environment badly: a tokenizer, demonst
   python -m scripts.warm_start --config=examples/gem_guess/config.py \
       --player=examples.gem_guess.player:Player
 
-The player is a class: made with a random.Random per episode, `act(observation)` returns its action.
-It plays the config's environment, on the questions that it trains on if the config names some;
-where there are several roles, there is a player for each. Tokens are bytes, and byte pairs of the
-episodes: a sentence that the environment always says becomes a few tokens, while each digit stays
-one. Writes the folder that config.model.folder names.
+The player is a class as for `rollout.demonstrations`: made with a random.Random per episode, it may
+have `begin(task)`, and `act(observation)` returns its action, or '' to end the episode. It plays
+the config's environment, on the questions that it trains on if the config names some; where there
+are several roles, there is a player for each. Tokens are bytes, and byte pairs of the episodes: a
+sentence that the environment always says becomes a few tokens, while each digit stays one. Writes
+the folder that config.model.folder names.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.rollout import demonstrations
 from stppo_jax.training import supervised
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -62,6 +64,11 @@ def main():
 
 def _make(args: argparse.Namespace) -> None:
   config = load_config(args.config)
+  if config.model.folder == 'embedded':
+    raise UserError(
+        f'--config={args.config}: set config.model.folder to the folder where the model is to be '
+        'written'
+    )
   folder = pathlib.Path(config.model.folder)
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,8 +146,10 @@ def play(kind: factory.EnvFactory, make_player, task: Task, seed: int) -> list[P
     else:
       first = random.Random(seed) if not players else random.Random(rng.random())
       prompts[role] = observation, info.get('tools', ()), info.get('declaration', '')
-      players[role], turns[role] = make_player(first), []
+      players[role], turns[role] = demonstrations.begin(make_player, task, first), []
     action = players[role].act(observation)
+    if not action:  # it ends the episode
+      break
     turns[role].append((action, ''))
     text, _, terminated, truncated, info = env.step(action)
     over = terminated or truncated

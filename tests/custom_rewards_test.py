@@ -100,6 +100,7 @@ class ShapesTest(parameterized.TestCase):
       (lambda response, label: 1, r'response=transcript, label=task.answers\[0\]\)'),
       (lambda args, sample: 1, 'args=..., sample=None'),
       (lambda data_source, solution_str, ground_truth, tokenizer: 1, 'tokenizer=...'),
+      (lambda completions, test_cases: 1, r'completions=\[transcript\], test_cases=...'),
       (Judge, 'is a class'),
   )
   def test_other_shapes_are_refused_with_a_wrapper(self, function, words):

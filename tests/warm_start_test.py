@@ -47,6 +47,7 @@ class WarmStartTest(parameterized.TestCase):
   @parameterized.parameters(
       (None, '--config=/nowhere/config.py: no such Python file: give'),
       ('import nothing_like_it', 'ModuleNotFoundError: No module named'),
+      (CONFIG.format(folder='embedded'), 'set config.model.folder to the folder'),
       (CONFIG.format(folder='/dev/null/model'), "config.model.folder='/dev/null/model' "),
   )
   def test_mistakes_are_one_line(self, text, said):

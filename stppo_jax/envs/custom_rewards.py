@@ -33,6 +33,8 @@ _TRIES = 3  # calls that fail before another answer is scored to see whether the
 _LOOP_S = 5.0  # an event loop that starts no call for this long is blocked
 _OURS = ('task', 'answer', 'transcript')
 _VERL = ('data_source', 'solution_str', 'ground_truth', 'extra_info')
+_TRUTHS = ('answer', 'ground_truth', 'solution', 'target', 'label')  # columns in data for TRL
+_TRL = ('prompts', 'completions', 'question', 'answers', *_TRUTHS)
 # Parameters of other libraries, and what a wrapper would give for them.
 _FOREIGN = {
     'data_source': 'task.dataset',
@@ -165,13 +167,13 @@ def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         name,
     )
     return functools.partial(_call_verl, function, _VERL if takes_all else names)
-  if 'completions' in names:
+  if 'completions' in names and set(required) <= set(_TRL):
     logging.info(
         "config.env.reward=%r has TRL's parameters: it gets lists of one element, and "
         'completions holds the transcript',
         name,
     )
-    return _TrlReward(name, function, names, required, takes_all)
+    return _TrlReward(function, names, takes_all)
   is_foreign = any(key in _FOREIGN and key not in _MAY_BE_OURS for key in names)
   if not is_foreign and set(required) <= set(_OURS) and set(names) & set(_OURS):
     keys = [key for key in _OURS if key in names]
@@ -208,14 +210,7 @@ def _refusal(name, names, required):
 
 def _ground_truth(task: types.Task) -> Any:
   """Returns the answer of a task in verl's way: a text, or a list if there are several."""
-  extra = _extra(task)
-  if 'ground_truth' in extra:
-    return extra['ground_truth']
   return task.answers[0] if len(task.answers) == 1 else list(task.answers)
-
-
-def _extra(task: types.Task) -> dict[str, Any]:
-  return dict(getattr(task, 'extra', None) or {})
 
 
 def _call_verl(function, names, task, answer, transcript):
@@ -224,8 +219,7 @@ def _call_verl(function, names, task, answer, transcript):
       'data_source': task.dataset,
       'solution_str': transcript,
       'ground_truth': _ground_truth(task),
-      'extra_info': {'index': task.id, 'question': task.question, 'split': task.split}
-      | _extra(task),
+      'extra_info': {'index': task.id, 'question': task.question, 'split': task.split},
   }
   return function(**{key: value for key, value in values.items() if key in names})
 
@@ -236,11 +230,9 @@ class _TrlReward:
   A function that cannot read completions as texts gets them as messages, as TRL gives both.
   """
 
-  def __init__(self, name, function, names, required, takes_all):
-    self._name = name
+  def __init__(self, function, names, takes_all):
     self._function = function
     self._names = names
-    self._required = required
     self._takes_all = takes_all
     self._gives_messages: bool | None = None  # None: not known yet
 
@@ -261,17 +253,9 @@ class _TrlReward:
     return value
 
   def _columns(self, task):
-    """Returns the columns by name, each with one element. UserError: one is missing."""
-    truth = _ground_truth(task)
-    columns = dict.fromkeys(('answer', 'ground_truth', 'solution', 'target', 'label'), truth)
+    """Returns the columns by name, each with one element."""
+    columns = dict.fromkeys(_TRUTHS, _ground_truth(task))
     columns |= {'answers': list(task.answers), 'question': task.question}
-    columns |= _extra(task)
-    known = {'prompts', 'completions', *columns}
-    if missing := [key for key in self._required if key not in known]:
-      raise types.UserError(
-          f'config.env.reward={self._name!r} takes {missing[0]!r}, and the task {task.id!r} has no '
-          f'such column: there are {", ".join(sorted(known))}'
-      )
     return {key: [value] for key, value in columns.items() if self._takes_all or key in self._names}
 
   def _call(self, columns, task, transcript, gives_messages):

@@ -64,7 +64,7 @@ def load(name: str, tokenizer: tokenizer_lib.Tokenizer) -> Source:
     raise types.UserError(
         f'config.{SETTING}={name!r}: a class with act(observation) is needed, or an existing file'
     )
-  return lambda task: functools.partial(_begin, player, task)
+  return lambda task: functools.partial(begin, player, task)
 
 
 def check_tasks(name: str, source: Source, env: factory.EnvFactory, tasks: Sequence[types.Task]):
@@ -85,7 +85,10 @@ def check_tasks(name: str, source: Source, env: factory.EnvFactory, tasks: Seque
   logging.info('%d of %d training tasks have recorded demonstrations', count, len(tasks))
 
 
-def _begin(make_player, task, rng):
+def begin(
+    make_player: MakePlayer, task: types.Task, rng: random.Random
+) -> ScriptedPlayer:
+  """Returns a player of one episode of a task."""
   player = make_player(rng)
   if hasattr(player, 'begin'):
     player.begin(task)
