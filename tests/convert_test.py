@@ -86,6 +86,13 @@ def _sizes(d_model, d_ff, layers, heads, kv_heads, vocab, positions):
   }
 
 
+LLAMA3 = {
+    'rope_type': 'llama3',
+    'factor': 8.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 2048,
+}
 PUBLISHED = (
     _QWEN
     | _sizes(3584, 18944, 28, 28, 4, 152_064, 32_768)
@@ -643,13 +650,13 @@ class RefusalTest(parameterized.TestCase):
       ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
       ({'model_type': 'qwen3_moe', 'use_sliding_window': True}, 'use_sliding_window = True is not'),
       ({'model_type': 'olmo2', 'use_sliding_window': True}, 'use_sliding_window = True is not'),
-      ({'attention_bias': True}, 'attention_bias = True is not supported'),
+      ({'model_type': 'qwen3', 'attention_bias': True}, 'attention_bias = True is not supported'),
       ({'mlp_bias': True}, 'mlp_bias = True is not supported'),
       ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
       ({'rope_parameters': {'rope_type': 'yarn'}}, 'factor is missing'),
       (
-          {'rope_parameters': {'rope_type': 'dynamic'}},
-          "rope type 'dynamic' is not supported; allowed",
+          {'rope_parameters': {'rope_type': 'longrope'}},
+          "rope type 'longrope' is not supported; allowed",
       ),
       (
           {'rope_parameters': {'rope_type': 'linear', 'factor': 2, 'beta_fast': 3}},
@@ -699,6 +706,19 @@ class RefusalTest(parameterized.TestCase):
       ({'is_causal': False}, 'is_causal = False is not supported; allowed: True'),
       ({'num_local_experts': 8}, 'num_local_experts = 8'),
       ({'dual_chunk_attention_config': {'chunk_size': 9}}, 'local_size is missing'),
+      ({'model_type': 'gemma3'}, "model_type 'gemma3' has no text_config"),
+      ({'tie_word_embeddings': 'false'}, "tie_word_embeddings = 'false' is not supported"),
+      ({'max_position_embeddings': 4096.5}, '4096.5 is not a positive whole number'),
+      ({'quantization_config': {'x': 'y' * 9999}}, 'yyy is not supported; allowed: none'),
+      ({'draft_vocab_size': 9}, 'draft_vocab_size = 9'),
+      (
+          {'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 'all'},
+          'a setting has a value of another kind (TypeError: ',
+      ),
+      (
+          {'rope_scaling': LLAMA3 | {'high_freq_factor': 1.0}, 'rope_parameters': None},
+          'low_freq_factor = 1 is not below high_freq_factor = 1',
+      ),
   )
   def test_config(self, changes, message):
     self.edit_config(**changes)
@@ -710,6 +730,9 @@ class RefusalTest(parameterized.TestCase):
       {'sliding_window': 32768, 'use_sliding_window': False, 'max_window_layers': 1},
       {'final_logit_softcapping': None, 'attention_multiplier': 'of the head'},
       {'rope_parameters': {'rope_theta': 1e4, 'mrope_section': [1], 'partial_rotary_factor': 1}},
+      {'rope_parameters': {'rope_theta': 1e4, 'mrope_section': [1], 'rope_type': 'mrope'}},
+      {'rope_parameters': {'rope_theta': 1e4, 'factor': 2.0, 'rope_type': 'dynamic'}},
+      {'attention_bias': True, 'hidden_act': 'swish', 'max_position_embeddings': 32768.0},
   )
   def test_settings_that_change_nothing_load(self, **changes):
     expected = hf_config.load(self.folder)
@@ -717,6 +740,51 @@ class RefusalTest(parameterized.TestCase):
       changes = changes | {'attention_multiplier': expected.head_dim**-0.5}
     self.edit_config(**changes)
     self.assertEqual(hf_config.load(self.folder).num_layers, expected.num_layers)
+
+  @parameterized.parameters(
+      (LLAMA3, 2048),
+      (LLAMA3 | {'name': 'linear'}, 2048),
+      (LLAMA3 | {'rope_type': 'default', 'type': 'llama3'}, None),  # rope_type wins, in any order
+      ({'type': 'linear'} | LLAMA3, 2048),
+      ({'type': 'yarn', 'finetuned': True, 'factor': 2.0}, 4096),
+      (LLAMA3, 1024, {'original_max_position_embeddings': 1024}),  # wins over the nested one
+  )
+  def test_scalings_as_published(self, scaling, original, changes=None):
+    self.edit_config(
+        rope_parameters=None, rope_scaling=scaling, max_position_embeddings=4096, **(changes or {})
+    )
+    found = hf_config.load(self.folder).rope_scaling
+    self.assertEqual(None if found is None else found.original, original)
+
+  @parameterized.parameters((True,), (False,))
+  def test_text_model_reads_its_own_part(self, is_tied):
+    """The top level says only whether the embedding is the output matrix."""
+    text = {
+        'model_type': 'gemma3_text',
+        'hidden_size': 32,
+        'intermediate_size': 40,
+        'num_hidden_layers': 6,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'vocab_size': 60,
+        'tie_word_embeddings': not is_tied,
+    }
+    (self.folder / 'config.json').write_text(
+        json.dumps(
+            {
+                'model_type': 'gemma3',
+                'text_config': text,
+                'vision_config': {},
+                'tie_word_embeddings': is_tied,
+                'rms_norm_eps': 0.5,
+                'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
+                'hidden_act': 'silu',
+            }
+        )
+    )
+    config = hf_config.load(self.folder)
+    self.assertEqual(config.tie_embeddings, is_tied)
+    self.assertEqual((config.rms_norm_eps, config.rope_scaling), (1e-6, None))
 
   def test_dual_chunk_attention_ends_at_its_first_chunk(self):
     """Qwen2.5-7B-Instruct-1M: 262,144 - 8,192 positions are those of plain attention."""

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
+from absl import logging
 import ml_dtypes
 import numpy as np
 
@@ -21,14 +22,17 @@ from stppo_jax.types import UserError
 # Settings that change a model, and the values that change nothing in this decoder. Configs of other
 # families have them, and so have models that carry the name of a family and are changed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    'hidden_act': ('silu',),
-    'hidden_activation': ('silu',),
+    'hidden_act': ('silu', 'swish'),
+    'hidden_activation': ('silu', 'swish'),
     'use_sliding_window': (False,),
     'attention_chunk_size': (),
     'attention_bias': (False,),
     'mlp_bias': (False,),
     'quantization_config': (),
     'clip_qkv': (),
+    'draft_vocab_size': (),
+    'eagle_config': (),
+    'dflash_config': (),
     'is_causal': (True,),
     'use_bidirectional_attention': (False,),
     'alibi': (False,),
@@ -57,6 +61,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     'n_group': (1,),
     'topk_group': (1,),
 }
+# What a checkpoint with parts for images says at its top level of the text model, too. Whether the
+# embedding is the output matrix is said there only.
+_TOP_LEVEL = (
+    'architectures',
+    'auto_map',
+    'dtype',
+    'torch_dtype',
+    'id2label',
+    'quantization_config',
+)
+_TOP_LEVEL += ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings')
+# Up to max_position_embeddings a dynamic scaling changes nothing, and longer rows are refused. For
+# text mrope changes nothing.
+_UNSCALED = ('default', 'dynamic', 'mrope')
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -96,7 +114,22 @@ def load(
   check_is_no_gguf(folder)
   path = pathlib.Path(folder) / 'config.json'
   raw = read_model(folder)
+  try:
+    return _load(folder, path, raw, head, param_dtype, dtype, value_labels)
+  except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+    raise UserError(
+        f'{path}: a setting has a value of another kind ({type(error).__name__}: {error}); use the '
+        'config.json that belongs to the weights'
+    ) from error
+
+
+def _load(folder, path, raw, head, param_dtype, dtype, value_labels):
   model_type = raw.get('model_type')
+  if model_type in families.TEXT_PARTS:
+    raise UserError(
+        f'{path}: model_type {model_type!r} has no text_config; give the file that belongs to the '
+        f'weights, or model_type {families.TEXT_PARTS[model_type]!r} for a text model'
+    )
   if not isinstance(model_type, str) or model_type not in families.FILES:
     raise UserError(
         f'{path}: model_type {model_type!r} is not supported; allowed: '
@@ -105,6 +138,12 @@ def load(
   family = families.find(model_type)
   raw = dict(family.defaults) | raw
   _check_supported(path, raw, family)
+  if raw.get('auto_map'):
+    logging.warning(
+        '%s names code of its own in auto_map, which is not used: the model is read as %s',
+        path,
+        model_type,
+    )
   if head == 'tokens' and 'Classification' in str(raw.get('architectures')):
     raise UserError(
         f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
@@ -121,7 +160,8 @@ def load(
         'use the config.json that belongs to the weights'
     )
   num_heads = number('num_attention_heads')
-  num_kv_heads = number('num_key_value_heads', num_heads if family.shares_no_keys else None)
+  may_lack = family.shares_no_keys or 'num_key_value_heads' in raw  # null is one per head
+  num_kv_heads = number('num_key_value_heads', num_heads if may_lack else None)
   head_dim = number('head_dim', d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
   layers = family.layer_fields(path, raw, num_layers)
@@ -138,7 +178,7 @@ def load(
       **rotations,
       **family.score_fields(path, raw, head_dim),
       rms_norm_eps=number('rms_norm_eps', 1e-6, float),
-      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+      tie_embeddings=family_lib.flag(path, raw, 'tie_word_embeddings'),
       family=model_type,
       head=head,
       value_labels=value_labels,
@@ -278,13 +318,14 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_model(folder: str | pathlib.Path) -> dict[str, Any]:
-  """Reads config.json; of a model with parts for images the text_config and what it leaves out."""
+  """Reads config.json; of a model with parts for images its text_config."""
   raw = read_json(pathlib.Path(folder) / 'config.json')
   text = raw.get('text_config')
   kind = families.TEXT_PARTS.get(str(raw.get('model_type')))
   if kind is None or not isinstance(text, dict):
     return raw
-  own = {name: value for name, value in raw.items() if name not in ('text_config', 'vision_config')}
+  own = {name: raw[name] for name in _TOP_LEVEL if name in raw}
+  text = {name: value for name, value in text.items() if name != 'tie_word_embeddings'}
   return own | {'model_type': kind} | text
 
 
@@ -319,7 +360,7 @@ def _check_supported(path, raw, family):
     if raw.get(name) is not None and raw[name] not in values:
       allowed = ', '.join(map(repr, values)) or 'none'
       raise UserError(
-          f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
+          f'{path}: {name} = {raw[name]!r:.200} is not supported; allowed: {allowed}; '
           'choose another model'
       )
 
@@ -368,7 +409,10 @@ def _rope(path, raw):
   for name in ('rope_parameters', 'rope_scaling'):
     rope = raw.get(name) or {}
     if not isinstance(rope, dict):
-      raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
+      raise UserError(
+          f'{path}: {name} = {rope!r:.200} is not an object; use the config.json that belongs to '
+          'the weights'
+      )
     for key, value in rope.items():
       is_partial = key == 'partial_rotary_factor' and value not in (None, 1)
       is_partial &= not raw.get('partial_rotary_factor')  # a family that rotates a part
@@ -378,8 +422,9 @@ def _rope(path, raw):
             'of whole heads in all layers; choose another model'
         )
     if rope:
-      renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
-      forms.append(defaults | renamed)
+      form = defaults | {'rope_type': rope.get('type') or 'default'}
+      form |= {key: value for key, value in rope.items() if key != 'type' and value is not None}
+      forms.append(form)
   if len(forms) == 2:
     forms[1]['rope_theta'] = forms[1]['rope_theta'] or forms[0]['rope_theta']
     if forms[0] != forms[1]:
@@ -390,9 +435,11 @@ def _rope(path, raw):
   rope = forms[0] if forms else defaults
   number = functools.partial(family_lib.number, path, rope)
   theta = number('rope_theta', 10_000.0, float)
-  if rope['rope_type'] == 'default':
+  if rope['rope_type'] in _UNSCALED:
     return theta, None
   from stppo_jax.models import rope_scaling
 
+  if original := raw.get('original_max_position_embeddings'):
+    rope['original_max_position_embeddings'] = original
   positions = raw.get('max_position_embeddings')
   return theta, rope_scaling.read(path, rope, positions, number)

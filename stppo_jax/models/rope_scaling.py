@@ -113,8 +113,8 @@ _KEYS = {
         'truncate',
     ),
 }
-# Keys that change nothing for text: its tokens have equal positions in all three sections.
-_NEUTRAL_KEYS = {'mrope_section', 'mrope_interleaved'}
+# Keys that change nothing. A text has equal positions in all three sections of mrope.
+_NEUTRAL_KEYS = {'mrope_section', 'mrope_interleaved', 'finetuned', 'name'}
 
 
 def read(
@@ -146,7 +146,13 @@ def read(
   if kind == 'llama3':
     low = number('low_freq_factor', None, float)
     high = number('high_freq_factor', None, float)
-    return Llama3Scaling(factor, low, high, number('original_max_position_embeddings'))
+    if low >= high:
+      raise UserError(
+          f'{path}: low_freq_factor = {low:g} is not below high_freq_factor = {high:g}; use the '
+          'config.json that belongs to the weights'
+      )
+    original = number('original_max_position_embeddings', positions)
+    return Llama3Scaling(factor, low, high, original)
   # As in transformers, which follows YaRN's section 3.4: 0.1 ln(factor) + 1.
   attention_factor = 1.0
   if factor > 1:

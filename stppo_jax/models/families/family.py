@@ -163,13 +163,29 @@ def number(
     value = default
   if value is None:
     raise UserError(f'{path}: {name} is missing; download config.json again')
-  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):
-    raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not is_number or not 0 < value < 2**53 or kind(value) != value:
+    whole = 'whole ' if kind is int else ''
+    raise UserError(
+        f'{path}: {name} = {value!r:.200} is not a positive {whole}number; use the config.json '
+        'that belongs to the weights'
+    )
   return kind(value)
+
+
+def flag(path: Any, raw: Mapping[str, Any], name: str) -> bool:
+  """Returns the truth value `raw[name]`; False if it is absent or null."""
+  value = raw.get(name)
+  if value is None:
+    return False
+  if not isinstance(value, bool):
+    raise unsupported(path, raw, name, 'true, false')
+  return value
 
 
 def unsupported(path: Any, raw: Mapping[str, Any], name: str, allowed: str) -> UserError:
   """Returns the error for a setting that the decoder does not have."""
   return UserError(
-      f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; choose another model'
+      f'{path}: {name} = {raw[name]!r:.200} is not supported; allowed: {allowed}; '
+      'choose another model'
   )

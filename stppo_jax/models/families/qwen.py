@@ -15,8 +15,11 @@ class Qwen(family.Family):
 
   def window(self, path: Any, raw: dict[str, Any]) -> int | None:
     """Returns the number of tokens in a window. None: there are no windows."""
-    del path
-    return raw.get('sliding_window') if raw.get('use_sliding_window') else None
+    if not raw.get('use_sliding_window'):
+      return None
+    if 'sliding_window' not in raw:
+      raise family.unsupported(path, raw, 'use_sliding_window', 'False without sliding_window')
+    return raw['sliding_window']
 
   def layer_name(
       self, l: int, raw: dict[str, Any], window: int | None, rotary: Sequence[int]
@@ -37,7 +40,12 @@ class Qwen(family.Family):
 
 
 FAMILIES = {
-    'qwen2': Qwen('Qwen2', {'qkv_bias': True}, allowed=SWITCHED_WINDOWS, chooses_layers=True),
+    'qwen2': Qwen(
+        'Qwen2',
+        {'qkv_bias': True},
+        allowed=SWITCHED_WINDOWS | {'attention_bias': (False, True)},  # it has the bias anyway
+        chooses_layers=True,
+    ),
     'qwen3': Qwen(
         'Qwen3', {'qk_norm': True}, {'head_dim': 128}, SWITCHED_WINDOWS | NORMS, chooses_layers=True
     ),

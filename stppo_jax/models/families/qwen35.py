@@ -68,7 +68,11 @@ class Qwen35(family.Family):
     """Returns the rotations. `read_rope(raw)` reads one, as (base, scaling)."""
     fields = super().rope_fields(path, raw, read_rope)
     for rope in (raw, raw.get('rope_scaling') or {}, raw.get('rope_parameters') or {}):
-      fields['rotary_share'] = rope.get('partial_rotary_factor', fields.get('rotary_share'))
+      share = rope.get('partial_rotary_factor')
+      if share is not None:
+        fields['rotary_share'] = family.number(path, rope, 'partial_rotary_factor', kind=float)
+        if share > 1:
+          raise family.unsupported(path, rope, 'partial_rotary_factor', 'at most 1')
     return fields
 
   def layer_rows(self, config: decoder.ModelConfig) -> list[family.Row]:
