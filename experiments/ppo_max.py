@@ -8,21 +8,40 @@ norm is clipped, batches are small, and an imitation loss on demonstrations stan
 pretraining data.
 """
 
+import re
+
 from experiments import st_ppo_tiny
+
+# Between what is asked and the title of the passage that has it.
+_LINK = ' of discovery of | discovered by | of | to | where '
 
 
 class Reader:
-  """Searches for the question, and then gives its answer."""
+  """Follows the steps of an embedded question, in the words of the embedded policy.
+
+  The steps of 'the capital of the most populous neighbour of Bhutan' are 'most populous neighbour
+  of Bhutan' and 'capital of #1'.
+  """
 
   def __init__(self, rng):
     del rng
     self._actions = iter(())
 
   def begin(self, task):
-    """Prepares the two turns of a question."""
-    self._actions = iter(
-        (f'<search> {task.question} </search>', f'<answer> {task.answers[0]} </answer>')
-    )
+    """Prepares the turns of a question."""
+    actions = []
+    found = []
+    seen = ''
+    for question, answer in task.steps:
+      for i, earlier in enumerate(found, 1):
+        question = question.replace(f'#{i}', earlier)
+      asked, title = re.split(_LINK, question, maxsplit=1)
+      title = re.sub(' (lies|was discovered)$', '', title)
+      actions.append(f'<think> {seen}{question}</think><search> {title}</search>')
+      seen = f'{re.sub("^(most|nearest) ", "", asked)} {answer}. '
+      found.append(answer)
+    actions.append(f'<think> {seen[:-2]}</think><answer> {task.answers[0]}</answer>')
+    self._actions = iter(actions)
 
   def act(self, observation: str) -> str:
     """Returns the next turn."""

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import ppo_max as experiment
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.systems import ppo_max
 from stppo_jax.training import loop
+from stppo_jax.types import Task
 from stppo_jax.types import TurnBatch
 from tests.support import tiny_run
 
@@ -140,6 +142,26 @@ class RunTest(absltest.TestCase):
     self.assertEqual([ours[-1][name] for name in names], [theirs[-1][name] for name in names])
     scores = [line['critic/score/mean'] for line in ours[1:]]
     self.assertAlmostEqual(ours[-1]['critic/score_moments/mean'], np.mean(scores), places=5)
+
+
+class ReaderTest(absltest.TestCase):
+
+  def test_demonstration_follows_the_steps(self):
+    steps = (
+        ('country where Radium was discovered', 'France'),
+        ('most populous neighbour of #1', 'Germany'),
+        ('phone code of #2', '49'),
+    )
+    player = experiment.Reader(None)
+    player.begin(Task('t', answers=('49',), steps=steps))
+    expected = [
+        '<think> country where Radium was discovered</think><search> Radium</search>',
+        '<think> country France. most populous neighbour of France</think><search> France</search>',
+        '<think> populous neighbour Germany. phone code of Germany</think><search> Germany</search>',
+        '<think> phone code 49</think><answer> 49</answer>',
+        '',
+    ]
+    self.assertEqual([player.act('') for _ in expected], expected)
 
 
 if __name__ == '__main__':
