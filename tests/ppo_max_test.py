@@ -149,16 +149,16 @@ class ReaderTest(absltest.TestCase):
   def test_demonstration_follows_the_steps(self):
     steps = (
         ('country where Radium was discovered', 'France'),
-        ('most populous neighbour of #1', 'Germany'),
-        ('phone code of #2', '49'),
+        ('capital of #1', 'Paris'),
+        ('nearest foreign capital to #2', 'Brussels'),
     )
     player = experiment.Reader(None)
-    player.begin(Task('t', answers=('49',), steps=steps))
+    player.begin(Task('t', answers=('Brussels',), steps=steps))
     expected = [
         '<think> country where Radium was discovered</think><search> Radium</search>',
-        '<think> country France. most populous neighbour of France</think><search> France</search>',
-        '<think> populous neighbour Germany. phone code of Germany</think><search> Germany</search>',
-        '<think> phone code 49</think><answer> 49</answer>',
+        '<think> country France. capital of France</think><search> France</search>',
+        '<think> capital Paris. nearest foreign capital to Paris</think><search> Paris</search>',
+        '<think> foreign capital Brussels</think><answer> Brussels</answer>',
         '',
     ]
     self.assertEqual([player.act('') for _ in expected], expected)
