@@ -85,9 +85,7 @@ def check_tasks(name: str, source: Source, env: factory.EnvFactory, tasks: Seque
   logging.info('%d of %d training tasks have recorded demonstrations', count, len(tasks))
 
 
-def begin(
-    make_player: MakePlayer, task: types.Task, rng: random.Random
-) -> ScriptedPlayer:
+def begin(make_player: MakePlayer, task: types.Task, rng: random.Random) -> ScriptedPlayer:
   """Returns a player of one episode of a task."""
   player = make_player(rng)
   if hasattr(player, 'begin'):
