@@ -130,6 +130,20 @@ class GuardTest(parameterized.TestCase):
     threads = {guard.call('x', threading.get_ident) for _ in range(50)}
     self.assertLen(threads, 1)
 
+  def test_thread_of_an_abandoned_call_is_taken_last(self):
+    release = threading.Event()
+    left = []
+    with self.assertRaises(guard_lib.TimedOut):
+      guard_lib.Guard(0.05).call(
+          'x', lambda: (left.append(threading.current_thread()), release.wait())
+      )
+    guard = guard_lib.Guard(60.0)
+    thread = guard.call('x', threading.get_ident)
+    release.set()
+    while left[0] not in guard_lib._IDLE:
+      time.sleep(0.01)
+    self.assertEqual(guard.call('x', threading.get_ident), thread)
+
   def test_without_limit_and_threads_calls_are_in_place(self):
     guard = guard_lib.Guard(0.0, in_place=True)
     self.assertEqual(guard.call('x', threading.get_ident), threading.get_ident())

@@ -173,8 +173,10 @@ class _Worker(threading.Thread):
     while True:
       job = self.jobs.get()
       job.run()
+      was_left = job.stop_signal.is_set()
       with _LOCK:
-        _IDLE.append(self)  # first, so that the next call takes the same thread
+        # The next call takes the last thread, which is the same one if calls follow each other.
+        _IDLE.insert(0 if was_left else len(_IDLE), self)
       job.ended.set()
       del job
 
