@@ -70,8 +70,11 @@ _TOP_LEVEL = (
     'torch_dtype',
     'id2label',
     'quantization_config',
+    'bos_token_id',
+    'eos_token_id',
+    'pad_token_id',
+    'tie_word_embeddings',
 )
-_TOP_LEVEL += ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings')
 # Up to max_position_embeddings a dynamic scaling changes nothing, and longer rows are refused. For
 # text mrope changes nothing.
 _UNSCALED = ('default', 'dynamic', 'mrope')
