@@ -597,6 +597,7 @@ class RefusalTest(parameterized.TestCase):
       convert.load_hf(self.folder, **kwargs)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
+    self.assertNotIn('UserError', message)  # one error in another
     for part in parts:
       self.assertIn(part, message)
 
@@ -748,13 +749,14 @@ class RefusalTest(parameterized.TestCase):
       ({'type': 'linear'} | LLAMA3, 2048),
       ({'type': 'yarn', 'finetuned': True, 'factor': 2.0}, 4096),
       (LLAMA3, 1024, {'original_max_position_embeddings': 1024}),  # wins over the nested one
+      ({'type': 'linear', 'factor': 2.0}, None, {'original_max_position_embeddings': 1024}),
   )
   def test_scalings_as_published(self, scaling, original, changes=None):
     self.edit_config(
         rope_parameters=None, rope_scaling=scaling, max_position_embeddings=4096, **(changes or {})
     )
     found = hf_config.load(self.folder).rope_scaling
-    self.assertEqual(None if found is None else found.original, original)
+    self.assertEqual(getattr(found, 'original', None), original)
 
   @parameterized.parameters((True,), (False,))
   def test_text_model_reads_its_own_part(self, is_tied):
@@ -785,6 +787,22 @@ class RefusalTest(parameterized.TestCase):
     config = hf_config.load(self.folder)
     self.assertEqual(config.tie_embeddings, is_tied)
     self.assertEqual((config.rms_norm_eps, config.rope_scaling), (1e-6, None))
+
+  @parameterized.parameters((None, None, 0.25), (None, 0.5, 0.5), (0.5, None, 0.5))
+  def test_null_share_of_a_head_is_that_of_the_family(self, outer, inner, expected):
+    config = {
+        'model_type': 'qwen3_5_text',
+        'hidden_size': 32,
+        'intermediate_size': 40,
+        'num_hidden_layers': 4,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'vocab_size': 60,
+        'partial_rotary_factor': outer,
+        'rope_parameters': {'rope_theta': 1e4, 'partial_rotary_factor': inner},
+    }
+    (self.folder / 'config.json').write_text(json.dumps(config))
+    self.assertEqual(hf_config.load(self.folder).rotary_share, expected)
 
   def test_dual_chunk_attention_ends_at_its_first_chunk(self):
     """Qwen2.5-7B-Instruct-1M: 262,144 - 8,192 positions are those of plain attention."""

@@ -119,6 +119,8 @@ def load(
   raw = read_model(folder)
   try:
     return _load(folder, path, raw, head, param_dtype, dtype, value_labels)
+  except UserError:  # a ValueError
+    raise
   except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
     raise UserError(
         f'{path}: a setting has a value of another kind ({type(error).__name__}: {error}); use the '
@@ -442,7 +444,8 @@ def _rope(path, raw):
     return theta, None
   from stppo_jax.models import rope_scaling
 
-  if original := raw.get('original_max_position_embeddings'):
+  original = raw.get('original_max_position_embeddings')
+  if original is not None and rope['rope_type'] in ('llama3', 'yarn'):  # linear has none
     rope['original_max_position_embeddings'] = original
   positions = raw.get('max_position_embeddings')
   return theta, rope_scaling.read(path, rope, positions, number)

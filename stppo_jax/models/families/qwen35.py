@@ -66,6 +66,8 @@ class Qwen35(family.Family):
 
   def rope_fields(self, path: Any, raw: dict[str, Any], read_rope: Any) -> dict[str, Any]:
     """Returns the rotations. `read_rope(raw)` reads one, as (base, scaling)."""
+    if raw.get('partial_rotary_factor') is None:  # null, too
+      raw = raw | {'partial_rotary_factor': _DEFAULTS['partial_rotary_factor']}
     fields = super().rope_fields(path, raw, read_rope)
     for rope in (raw, raw.get('rope_scaling') or {}, raw.get('rope_parameters') or {}):
       share = rope.get('partial_rotary_factor')
