@@ -7,7 +7,7 @@
     --config.model.folder=runs/sft_qwen3_5_0_8b \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
-Not run on an accelerator yet. The second line makes demonstrations from templates.
+Not run with this model yet. The second line makes demonstrations from templates.
 Does it fit?  python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py --mode=plan \\
   --topology=v5e:2x2
 """
