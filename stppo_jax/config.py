@@ -386,8 +386,8 @@ class SftSettings(Section):
   epochs: int = setting(2, 'passes over the conversations', at_least=1, resume_safe=True)
   batch: int = setting(32, 'conversations per optimizer step', at_least=1, resume_safe=True)
   held_out: float = setting(
-      0.05, 'share of the conversations that are held out, where none have data.eval_split',
-      at_least=0, below=1, resume_safe=True)
+      0.05, 'share of the prompts whose conversations are held out, where none have '
+      'data.eval_split', at_least=0, below=1, resume_safe=True)
   min_reward: float = setting(
       0.5, 'conversations with a lower `reward` and saved episodes with a lower score are left out',
       resume_safe=True)

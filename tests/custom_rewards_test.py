@@ -129,6 +129,12 @@ class ShapesTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, line):
       score(lambda task, answer, transcript: value)
 
+  @parameterized.parameters(([0.0, 1.0],), ([],), (1.0,), ({'score': 1.0},), (None,), ('1',))
+  def test_trl_reward_gives_a_list_of_one(self, value):
+    line = r"^the reward 'mine:reward' gave [^\n]* for one completion: a list of one number[^\n]*$"
+    with self.assertRaisesRegex(types.UserError, line):
+      score(lambda completions, **columns: value)
+
   def test_metrics_reach_the_episode(self):
     reward = custom_rewards.CustomReward('mine:f', verl_math, 0.0)
     env = search.SearchEnv(TASK, None, reward=reward)

@@ -107,14 +107,19 @@ class StartTest(_Test):
         raise KeyboardInterrupt
       return False
 
-    config = make_config(train__checkpoint_every=2)
+    config = make_config(train__checkpoint_every=2, data__eval_split='other', sft__held_out=0.0)
     with self.assertRaises(KeyboardInterrupt):
       sft.start(config, self.workdir, StopSignal(interrupt))
+    with open(os.path.join(self.workdir, 'metrics.jsonl'), 'a', encoding='utf-8') as file:
+      file.write('{"step": 5, "sft/lo')  # a line that a crash cut
     with self.assertLogs('absl', 'INFO') as logs:
       sft.start(config, self.workdir)
-    self.assertIn('resumed after 4 of 10 steps', ''.join(logs.output))
+    output = ''.join(logs.output)
+    self.assertIn('resumed after 4 of 12 steps', output)
+    self.assertIn('step 12/12: no conversation is held out', output)
     steps = [r['step'] for r in self.records() if 'sft/loss' in r]
-    self.assertEqual(steps, [*range(1, 11)])
+    self.assertEqual(steps, [*range(1, 13)])
+    self.assertFalse(any('sft/held_out_loss' in r for r in self.records()))
 
   def test_another_config_or_other_conversations_do_not_resume(self):
     sft.start(make_config(sft__epochs=1), self.workdir)
@@ -160,6 +165,16 @@ class PoolsTest(_Test):
     self.assertEqual(tuple(map(len, sft.load_pools(config))), (18, 6))
     again = sft.load_pools(config)
     np.testing.assert_array_equal(again[1][0].tokens, sft.load_pools(config)[1][0].tokens)
+
+  def test_conversations_with_one_prompt_stay_together(self):
+    rows = []
+    for i in range(24):
+      tokens = np.array([i % 8, 7, i])
+      rows.append(supervised.Demonstration(tokens, np.array([0.0, 0.0, 1.0])))
+    pools = sft._with_held_out(make_config(sft__held_out=0.25), sft.Pools(rows, []))
+    train, held_out = ({int(row.tokens[0]) for row in pool} for pool in pools)
+    self.assertEqual((len(train), len(held_out)), (6, 2))
+    self.assertEqual(tuple(map(len, pools)), (18, 6))
 
 
 class TrainerTest(_Test):

@@ -13,8 +13,11 @@ be `async`.
 import asyncio
 from collections.abc import Awaitable
 from collections.abc import Callable
+from collections.abc import Mapping
+import contextlib
 import functools
 import inspect
+import reprlib
 import threading
 import time
 from typing import Any
@@ -173,7 +176,7 @@ def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         'completions holds the transcript',
         name,
     )
-    return _TrlReward(function, names, takes_all)
+    return _TrlReward(name, function, names, takes_all)
   is_foreign = any(key in _FOREIGN and key not in _MAY_BE_OURS for key in names)
   if not is_foreign and set(required) <= set(_OURS) and set(names) & set(_OURS):
     keys = [key for key in _OURS if key in names]
@@ -230,7 +233,8 @@ class _TrlReward:
   A function that cannot read completions as texts gets them as messages, as TRL gives both.
   """
 
-  def __init__(self, function, names, takes_all):
+  def __init__(self, name, function, names, takes_all):
+    self._name = name
     self._function = function
     self._names = names
     self._takes_all = takes_all
@@ -268,16 +272,24 @@ class _TrlReward:
     if self._takes_all or 'prompts' in self._names:
       values['prompts'] = [prompt]
     value = self._function(**values)
-    return _first_of(value) if inspect.isawaitable(value) else _first(value)
+    return self._first_of(value) if inspect.isawaitable(value) else self._first(value)
 
+  async def _first_of(self, values):
+    return self._first(await values)
 
-def _first(values):
-  """Returns the element of a list of one."""
-  return values[0] if len(values) == 1 else values
+  def _first(self, values):
+    """Returns the element of a list of one. UserError: it is something else.
 
-
-async def _first_of(values):
-  return _first(await values)
+    A list of two would be read as a number with its metrics.
+    """
+    if not isinstance(values, (str, Mapping)):
+      with contextlib.suppress(TypeError, ValueError):
+        (value,) = values
+        return value
+    raise types.UserError(
+        f'the reward {self._name!r} gave {reprlib.repr(values)} for one completion: a list of one '
+        'number is needed'
+    )
 
 
 class _Loop(threading.Thread):

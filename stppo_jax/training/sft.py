@@ -162,17 +162,27 @@ def load_pools(config: Config) -> Pools:
 
 
 def _with_held_out(config, pools):
-  """Returns the pools with a share of the conversations held out, if none are."""
+  """Returns the pools with a share of the conversations held out, if none are.
+
+  Conversations with one prompt, such as the episodes of a group, are on the same side.
+  """
   if pools.held_out or not config.sft.held_out:
     return pools
-  order = np.random.default_rng(config.seed).permutation(len(pools.train))
-  number = max(_MIN_HELD_OUT, round(config.sft.held_out * len(pools.train)))
-  if number >= len(pools.train):
+  prompts = list(dict.fromkeys(map(_prompt, pools.train)))
+  order = np.random.default_rng(config.seed).permutation(len(prompts))
+  number = max(_MIN_HELD_OUT, round(config.sft.held_out * len(prompts)))
+  if number >= len(prompts):
     return pools
-  chosen = set(order[:number].tolist())
-  held_out = [row for i, row in enumerate(pools.train) if i in chosen]
-  train = [row for i, row in enumerate(pools.train) if i not in chosen]
+  chosen = {prompts[i] for i in order[:number]}
+  held_out = [row for row in pools.train if _prompt(row) in chosen]
+  train = [row for row in pools.train if _prompt(row) not in chosen]
   return Pools(train, held_out)
+
+
+def _prompt(row):
+  """Returns the tokens before the first one to imitate, as bytes."""
+  start = np.argmax(row.weights > 0)
+  return row.tokens[:start].tobytes()
 
 
 def _episodes(config, renderer) -> Iterable[tuple[str, types.Episode | str]]:
@@ -349,8 +359,15 @@ def _run(config, workdir, pools, stop_signal):
       state = checkpoints.restore(done, like)
       logging.info('resumed after %d of %d steps', done, num_steps)
     log = _Log(workdir, done, num_steps)
+
+    def log_losses(n):
+      loss = None
+      if pools.held_out:
+        loss = trainer.loss(state['actor'], pools.held_out, batch)
+      log.losses(n, loss)
+
     if not done:
-      log.held_out(0, trainer.loss(state['actor'], pools.held_out, batch))
+      log_losses(0)
     all_stop = hosts.together(stop_signal)
     for n in range(done + 1, num_steps + 1):
       if all_stop.is_set():
@@ -367,7 +384,7 @@ def _run(config, workdir, pools, stop_signal):
       log.step(n, loss)
       every = config.eval.every
       if n == num_steps or (every and n % every == 0):
-        log.held_out(n, trainer.loss(state['actor'], pools.held_out, batch))
+        log_losses(n)
       every = config.train.checkpoint_every
       if n == num_steps or (every and n % every == 0):
         checkpoints.save(n, state, {})
@@ -418,10 +435,8 @@ class _Log:
     self._best = (math.inf, 0)
     self._losses: list[float] = []
     if hosts.is_writer():
-      lines = []
-      if os.path.exists(self._path):
-        records = map(json.loads, pathlib.Path(self._path).read_text('utf-8').splitlines())
-        lines = [json.dumps(record) + '\n' for record in records if record['step'] <= done]
+      records = metrics_lib.read_metrics(workdir)
+      lines = [json.dumps(record) + '\n' for record in records if record['step'] <= done]
       workdir_lib.write_parts(self._path, lines)
 
   def step(self, n: int, loss: float) -> None:
@@ -429,11 +444,14 @@ class _Log:
     self._losses.append(loss)
     self._write({'step': n, 'sft/loss': loss})
 
-  def held_out(self, n: int, loss: float) -> None:
-    """Records the held-out loss after a step. A rise is a warning."""
+  def losses(self, n: int, loss: float | None) -> None:
+    """Records the held-out loss after a step. A rise is a warning. None: nothing is held out."""
+    held_out = 'no conversation is held out' if loss is None else f'held-out loss {loss:.4f}'
     train = f', {np.mean(self._losses):.4f} in training' if self._losses else ''
     self._losses = []
-    logging.info('step %d/%d: held-out loss %.4f%s', n, self._num_steps, loss, train)
+    logging.info('step %d/%d: %s%s', n, self._num_steps, held_out, train)
+    if loss is None:
+      return
     self._write({'step': n, 'sft/held_out_loss': loss})
     best, step = self._best
     if n == self._num_steps and loss > best:
