@@ -5,6 +5,8 @@ formats. An error names the column of the file. A row without an answer, such as
 is read for its passages alone.
 """
 
+import base64
+import binascii
 from collections.abc import Iterator
 import hashlib
 import pathlib
@@ -25,6 +27,10 @@ _IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
 _ANSWERS = (
     'golden_answers',
     'ground_truth',
+    # The short answers of sets whose `answer` may be a whole solution.
+    'final_answer',
+    'reference_answer',
+    'expected_answer',
     'possible_answers',
     'answers',
     'answer',
@@ -40,8 +46,9 @@ _OTHER_LETTERS = ('label', 'correct')  # These may also mean something else.
 _OPTION_COLUMNS = ('opa', 'opb', 'opc', 'opd', 'ope')
 _PASSAGES = ('context', 'paragraphs', 'CONTEXTS', 'passage')
 _OTHERS = (
-    'answer_aliases answerable cop data_source dataset extra_info images is_impossible metadata '
-    'prompt question_decomposition reward_model split supporting_facts title'
+    'answer_aliases answerable cop data_source dataset extra_info file_name image images '
+    'is_impossible messages metadata prompt question_decomposition reward_model reward_spec split '
+    'supporting_facts title'
 ).split()
 COLUMNS = (
     *_QUESTIONS,
@@ -57,6 +64,7 @@ COLUMNS = (
 _DECISIONS = ('yes', 'no', 'maybe')
 _TRUTHS = ('yes', 'no')  # answers to a question of truth
 _LETTER = string.ascii_uppercase
+_SHORTEST_CODE = 40  # characters of an encrypted question
 
 
 class Question(NamedTuple):
@@ -146,7 +154,7 @@ class SetReader:
 
   def is_question(self, row: FileRow) -> bool:
     """Returns whether a row has a question, and is no passage of a corpus."""
-    names = (*_QUESTIONS, 'prompt', 'reward_model')
+    names = (*_QUESTIONS, 'prompt', 'messages', 'reward_model', 'reward_spec')
     has_question = any(not cells.is_null(row.fields.get(name)) for name in names)
     return has_question or _is_article(row.fields)
 
@@ -160,11 +168,12 @@ class SetReader:
         yield self._question(row, fields)
 
   def _question(self, row, row_fields):
+    row_fields = _renamed(row_fields)
     fields = _flat(row_fields)
     passages, gold = _passages(fields)
-    _check_no_images(fields)
     question = _question(fields)
     try:
+      _check_is_text(fields)
       options, letter, answers = self._answer(fields)
     except Unanswerable as error:
       return Question(None, passages, str(error))
@@ -232,6 +241,8 @@ class SetReader:
       )
     if isinstance(value, bool):
       return _choice(_TRUTHS, 'yes' if value else 'no')
+    if name == 'Final answer' and value == '?':  # GAIA's test set
+      raise Unanswerable("column 'Final answer' is '?'")
     answers = _answers(name, value)
     for alias in _texts('answer_aliases', fields.get('answer_aliases') or []):
       answers.append(alias)
@@ -296,6 +307,17 @@ class SetReader:
     return next(iter(named.values()))
 
 
+def _renamed(fields):
+  """Returns the columns of a row under the names that are read here."""
+  fields = dict(fields)
+  if cells.is_null(fields.get('reward_model')) and not cells.is_null(fields.get('reward_spec')):
+    fields['reward_model'] = fields['reward_spec']  # SkyRL
+  question = fields.get('question')
+  if isinstance(question, dict) and 'stem' in question:  # ARC and others of their authors
+    fields |= {'question': question['stem'], 'choices': question.get('choices')}
+  return fields
+
+
 def _flat(fields):
   """Returns the columns of a row with those of its nested columns.
 
@@ -356,9 +378,14 @@ def _name(fields, names):
   return ''
 
 
-def _check_no_images(fields):
-  if fields.get('images'):
-    raise ValueError("column 'images' holds images, and only text is read: leave out such rows")
+def _check_is_text(fields):
+  """Raises Unanswerable for a question about an image or a file."""
+  is_gaia = 'Final answer' in fields  # elsewhere the column says where a row comes from
+  for name in ('images', 'image', 'file_name'):
+    is_about = name != 'file_name' or is_gaia
+    if is_about and not cells.is_null(fields.get(name)) and fields[name]:
+      kind = 'names a file' if name == 'file_name' else 'holds an image'
+      raise Unanswerable(f'column {name!r} {kind}, and only text is read')
 
 
 def _question(fields):
@@ -369,16 +396,34 @@ def _question(fields):
       raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
     if not value.strip():
       raise ValueError(f'column {name!r} is empty: a text is needed')
-    return value.strip()
-  if 'prompt' not in fields:
+    return _readable(name, value.strip())
+  name, value = _first(fields, ('prompt', 'messages'))
+  if not name and 'prompt' not in fields:
     raise ValueError(
         f'no question in the columns {cells.listed(fields)}: one of {", ".join(_QUESTIONS)} or '
         'prompt is needed'
     )
-  return question_of_prompt(fields['prompt'])
+  return _readable(name, question_of_prompt(value, name or 'prompt'))
 
 
-def question_of_prompt(prompt: Any) -> str:
+def _readable(name, question):
+  """Returns a question. ValueError: it is encrypted, as BrowseComp's are."""
+  kinds = (str.isupper, str.islower, str.isdigit)
+  is_code = len(question) % 4 == 0 and all(any(map(kind, question)) for kind in kinds)
+  if is_code and len(question) >= _SHORTEST_CODE:
+    try:
+      base64.b64decode(question, validate=True).decode('utf-8')
+    except binascii.Error:
+      return question
+    except UnicodeDecodeError:
+      raise ValueError(
+          f'column {name!r} is encrypted ({shown(question)}): decrypt questions and answers as '
+          'their authors do, and write the texts'
+      ) from None
+  return question
+
+
+def question_of_prompt(prompt: Any, column: str = 'prompt') -> str:
   """Returns the question of a prompt: the text after its last line 'Question:'.
 
   Without such a line it is the text after the first 'Question:', because a question may hold the
@@ -392,7 +437,7 @@ def question_of_prompt(prompt: Any) -> str:
     contents = [m.get('content') for m in messages if m.get('role') == 'user']
   question = _content(contents[-1]) if contents else None
   if question is None:
-    raise ValueError(f'column \'prompt\' is {shown(prompt)}: a text of role "user" is needed')
+    raise ValueError(f'column {column!r} is {shown(prompt)}: a text of role "user" is needed')
   lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
   if lines:
     question = question[lines[-1].end() :]
@@ -400,7 +445,7 @@ def question_of_prompt(prompt: Any) -> str:
     question = question.partition('Question:')[2]
   question = question.strip()
   if not question:
-    raise ValueError('column \'prompt\' has no question: a message of role "user" is needed')
+    raise ValueError(f'column {column!r} has no question: a message of role "user" is needed')
   return question
 
 
@@ -434,8 +479,11 @@ def _of_text(name, text):
     raise ValueError(f'column {name!r}: {error}') from error
   if isinstance(value, dict):
     return value
-  if isinstance(value, list) and (name == 'possible_answers' or types.is_of(value, list[str])):
-    return value
+  if isinstance(value, list):
+    # A ground truth may be for a user's own reward, which parses the text.
+    holds_objects = name != 'ground_truth' and any(isinstance(item, dict) for item in value)
+    if name == 'possible_answers' or holds_objects or types.is_of(value, list[str]):
+      return value
   return text  # such as the interval [1, 2]
 
 

@@ -24,7 +24,8 @@ from stppo_jax import types
 SUFFIXES = ('.jsonl', '.json', '.ndjson', '.parquet', '.csv', '.tsv')
 # Files of a folder that hold no rows: those of the Hugging Face hub, of packages and of models.
 _NO_ROWS = re.compile(
-    r'(dataset_infos?|state|metadata|.*config|package|tokenizer.*|.*index|corpus)\.\w+(\.gz)?'
+    r'((dataset_infos?|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+|metadata\.json)'
+    r'(\.gz)?'
 )
 
 
@@ -126,6 +127,7 @@ def _json_rows(path: pathlib.Path) -> Iterator[FileRow]:
     if not first:
       return
     is_value = first.lstrip()[:1] in (b'[', b'{')  # or else a line that is an error
+    is_one_line = is_one_line and _suffix(path) == '.json'  # else it is a row, also with lists
     if is_value and (is_one_line or not _is_object(first)):
       from stppo_jax import row_objects
 

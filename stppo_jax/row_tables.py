@@ -13,16 +13,19 @@ from stppo_jax import types
 
 
 def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-  """Yields the rows of a Parquet file: these columns, or all. UserError: it cannot be read."""
+  """Yields the rows of a Parquet file: these columns, or all. UserError: it cannot be read.
+
+  The other columns are None in each row, so that messages can name them.
+  """
   import pyarrow
 
   file = _parquet_file(path)
-  present = file.schema_arrow.names
-  if columns:
-    present = [name for name in present if name in columns]
+  names = file.schema_arrow.names
+  present = [name for name in names if not columns or name in columns]
   try:
     for batch in file.iter_batches(columns=present):
-      yield from batch.to_pylist(maps_as_pydicts='strict')
+      for row in batch.to_pylist(maps_as_pydicts='strict'):
+        yield dict.fromkeys(names) | row
   except (pyarrow.ArrowException, OSError, KeyError) as error:
     reason = str(error).splitlines()[0]
     raise types.UserError(f'{path}: not a whole parquet file ({reason}).') from None

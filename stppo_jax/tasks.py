@@ -79,12 +79,12 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
       tasks.append(task)
   if unanswered:
     row_files.log_once(
-        f'{len(unanswered)} of {num_rows} rows have no answer and are left out: {unanswered[0]}'
+        f'{len(unanswered)} of {num_rows} rows cannot be scored and are left out: {unanswered[0]}'
     )
   if chosen := _of_split(tasks, split):
     return chosen
   if not tasks and unanswered:
-    raise types.UserError(f'none of {num_rows} rows has an answer: {unanswered[0]}')
+    raise types.UserError(f'none of {num_rows} rows can be scored: {unanswered[0]}')
   known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
   raise types.UserError(
       f'{source}: no question of split {split!r}; splits there: {known}. --config.data.train_split '

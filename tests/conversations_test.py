@@ -135,11 +135,12 @@ class MaskTest(_Test):
 
   def test_weight_zero_and_prompts_are_not_imitated(self):
     renderer = self.renderer(_TEMPLATE)
-    messages = [dict(message) for message in _MESSAGES]
-    messages[4]['weight'] = 0
-    others, turns = self.turns(renderer, self.read({'messages': messages}))
-    self.assertLen(turns, 2)
-    self.assertIn('<answer> Paris </answer>', others)
+    for field in ({'weight': 0}, {'loss': False}):
+      messages = [dict(message) for message in _MESSAGES]
+      messages[4] |= field
+      others, turns = self.turns(renderer, self.read({'messages': messages}))
+      self.assertLen(turns, 2)
+      self.assertIn('<answer> Paris </answer>', others)
     row = {'prompt': _MESSAGES[:5], 'completion': _MESSAGES[5:]}
     others, turns = self.turns(renderer, self.read(row))
     self.assertEqual(turns, [_TURNS[2] + '<|im_end|>'])
@@ -251,6 +252,23 @@ class ReadTest(_Test):
         }
     )
     self.check(conversation)
+
+  def test_older_form_of_calls(self):
+    messages = [dict(message) for message in _MESSAGES]
+    function = {'name': 'search', 'arguments': '{"query": "capital of France"}'}
+    messages[2] = {'role': 'assistant', 'content': '', 'function_call': function}
+    messages[3] = {**messages[3], 'role': 'function'}
+    self.check(self.read({'messages': messages, 'tools': [_TOOL]}))
+
+  def test_unsolved_trajectory_is_left_out(self):
+    row = {'messages': json.dumps(_MESSAGES), 'resolved': False}
+    for name in ('chats.jsonl', 'chats.parquet'):
+      self.assertEqual(self.read(row, name), "'resolved' is false")
+      self.check(self.read(row | {'resolved': True}, name))
+
+  def test_message_names_all_columns_of_parquet(self):
+    with self.assertRaisesRegex(types.UserError, 'in the columns prompt, response, score: mess'):
+      self.read({'prompt': 'q', 'response': 'a', 'score': 4}, 'chats.parquet')
 
   def test_results_of_verifiers(self):
     flat = {'id': 'c1', 'name': 'search', 'arguments': '{"query": "capital of France"}'}

@@ -3,6 +3,7 @@
 The columns are those of the authors' files and of the hub. The rows are short.
 """
 
+import base64
 import gzip
 import json
 import os
@@ -313,6 +314,30 @@ class FormatsTest(_FileTest):
       ),
       ('frames', 'f.jsonl', [{'Prompt': 'Who?', 'Answer': 'a'}], ('f-1', 'Who?', ('a',))),
       ('gaia', 'g.jsonl', [{'Question': 'Who?', 'Final answer': '3'}], ('g-1', 'Who?', ('3',))),
+      (
+          'deepmath',
+          'd.parquet',
+          [{'question': 'Why?', 'final_answer': '0', 'answer': 'a solution', 'topic': 't'}],
+          ('d-1', 'Why?', ('0',)),
+      ),
+      (
+          'rlvr',
+          'r.parquet',
+          [{'messages': [{'role': 'user', 'content': 'Why?'}], 'ground_truth': '4'}],
+          ('r-1', 'Why?', ('4',)),
+      ),
+      (
+          'skyrl',
+          's.parquet',
+          [
+              {
+                  'prompt': [{'role': 'user', 'content': 'Why?'}],
+                  'reward_spec': {'method': 'rule', 'ground_truth': '72'},
+                  'extra_info': {'answer': 'a solution'},
+              }
+          ],
+          ('unnamed--0', 'Why?', ('72',)),
+      ),
       ('sciq', 's.jsonl', [{'question': 'Who?', 'correct_answer': 'a'}], ('s-1', 'Who?', ('a',))),
   )
   def test_question_and_answers(self, name, content, expected):
@@ -385,6 +410,20 @@ class FormatsTest(_FileTest):
           'flashrag_choice',
           'm.jsonl',
           {'id': 'a', 'question': 'q', 'choices': ['x', 'y'], 'golden_answers': ['B']},
+          'B',
+          'y',
+      ),
+      (
+          'arc_of_its_authors',
+          'a.jsonl',
+          {
+              'id': 'a',
+              'question': {
+                  'stem': 'q',
+                  'choices': [{'text': 'x', 'label': 'A'}, {'text': 'y', 'label': 'B'}],
+              },
+              'answerKey': 'B',
+          },
           'B',
           'y',
       ),
@@ -546,7 +585,9 @@ class FilesTest(_FileTest):
     with self.assertLogs('absl', 'INFO') as logs:
       found = self.load('m.jsonl', rows)
     self.assertEqual([t.id for t in found], ['2hop__1_2'])
-    self.assertRegex(logs.output[0], "3 of 4 rows have no answer .*m.jsonl:2: column 'answerable'")
+    self.assertRegex(
+        logs.output[0], "3 of 4 rows cannot be scored .*m.jsonl:2: column 'answerable'"
+    )
 
   @parameterized.parameters(
       ([{**_MEDMCQA, 'cop': -1}], "column 'cop' is -1"),
@@ -558,10 +599,14 @@ class FilesTest(_FileTest):
       ([{'id': 'a', 'question': 'q', 'golden_answers': []}], "column 'golden_answers'"),
       ([{**_SQUAD, 'answers': {'text': [], 'answer_start': []}}], "column 'answers'"),
       ([{**_PUBMED, 'final_decision': None}], "column 'final_decision'"),
+      ([{'Question': 'q', 'Final answer': 'a', 'file_name': 'x.xlsx'}], "column 'file_name' names"),
+      ([{'Question': 'q', 'Final answer': '?', 'file_name': ''}], "column 'Final answer' is '[?]'"),
+      ([{'question': 'q', 'answer': 'a', 'image': 'data:'}], "column 'image' holds an image"),
+      ([{**_VERL, 'images': [{'path': 'x.png'}]}], "column 'images' holds an image"),
   )
   def test_no_row_with_an_answer_is_an_error(self, rows, reason):
     with self.assertRaisesRegex(
-        types.UserError, f'none of 1 rows has an answer: .*json:1: {reason}'
+        types.UserError, f'none of 1 rows can be scored: .*json:1: {reason}'
     ):
       self.load('qa.json', rows)
 
@@ -589,12 +634,30 @@ class FilesTest(_FileTest):
       ('cop_text', {**_MEDMCQA, 'cop': 'first'}, "column 'cop' is 'first'"),
       ('context', {**_HOTPOT, 'context': [['a', 'b', 'c']]}, "column 'context' has"),
       ('decision', {**_PUBMED, 'final_decision': 'perhaps'}, "column 'final_decision' is"),
-      ('images', {**_VERL, 'images': [{'path': 'x.png'}]}, "column 'images' holds images"),
+      (
+          'encrypted',
+          {'problem': base64.b64encode(bytes(range(99, 159))).decode(), 'answer': 'K8x9g/lJ'},
+          "column 'problem' is encrypted",
+      ),
+      (
+          'calls',
+          {'query': 'q', 'answers': '[{"name": "f", "arguments": {}}]', 'tools': '[]'},
+          "column 'answers' is .*: a text, a number or a list is needed",
+      ),
+      (
+          'one_line_of_lists',
+          {'input': 'q', 'output': [{'answer': 'a'}]},
+          'no question in the columns input, output',
+      ),
       ('split', {'question': 'q', 'answer': 'a', 'split': 3}, "column 'split' is 3"),
   )
   def test_a_refusal_names_their_column(self, row, complaint):
-    with self.assertRaisesRegex(types.UserError, f'qa.json:1: {complaint}'):
-      self.load('qa.json', [row])
+    with self.assertRaisesRegex(types.UserError, f'qa.jsonl:1: {complaint}'):
+      self.load('qa.jsonl', json.dumps(row))
+
+  def test_message_names_all_columns_of_parquet(self):
+    with self.assertRaisesRegex(types.UserError, 'columns claim, label, evidence: one of'):
+      self.load('fever.parquet', [{'claim': 'c', 'label': 'l', 'evidence': 'e'}])
 
   @parameterized.parameters(
       ('qa.json', {'question': {'0': 'q'}, 'answer': {'0': 'a'}}, "'question' holds the values"),
@@ -647,11 +710,17 @@ class SplitsTest(_FileTest):
     self.write('README.md', 'text')
     self.write('.cache/x.json', [{}])
     self.write('dataset_infos.json', {'default': {}})
+    self.write('metadata.json', {'default': {}})
     source = str(self.folder)
     self.assertLen(tasks.load_tasks(source, 'train'), 2)
     self.assertLen(tasks.load_tasks(source, 'dev'), 1)
     with self.assertRaisesRegex(types.UserError, 'splits there: train, validation'):
       tasks.load_tasks(source, 'test')
+
+  def test_folder_of_gaia_has_metadata_alone(self):
+    row = {'Question': 'q', 'Final answer': 'a', 'file_name': ''}
+    self.write('2023/validation/metadata.jsonl', [row])
+    self.assertLen(tasks.load_tasks(str(self.folder), 'dev'), 1)
 
   def test_the_name_of_one_file_says_nothing(self):
     path = self.write('hotpot_train_v1.1.json', [_HOTPOT])

@@ -199,6 +199,15 @@ def _episodes(config, renderer) -> Iterable[tuple[str, types.Episode | str]]:
       if isinstance(conversation, str):
         yield '', conversation
         continue
+      if not conversation.tools and any('tool_calls' in m for m in conversation.messages):
+        logging.log_first_n(
+            logging.WARNING,
+            '%s:%d: a turn calls a tool, and the row has none in its columns tools or tool_defs: '
+            'the prompt declares no tool, unless a message does',
+            1,
+            path,
+            row.number,
+        )
       with row_files.explain(path, row.number):
         episode = renderer.episode(conversation, f'{path.stem}-{row.number}')
       yield conversation.split or split, episode

@@ -32,8 +32,8 @@ from stppo_jax.types import shown
 Message = dict[str, Any]
 
 COLUMNS = (
-    'messages conversations prompt completion tools tool_defs system split reward error id'.split()
-)
+    'messages conversations prompt completion tools tool_defs system split reward resolved error id'
+).split()
 _ROLES = {
     'human': 'user',
     'gpt': 'assistant',
@@ -72,20 +72,22 @@ def read(path: pathlib.Path, min_reward: float) -> Iterator[tuple[row_files.File
     fields = cells.without_nulls(row.fields) if is_table else row.fields
     try:
       with row_files.explain(path, row.number):
-        conversation = _conversation(fields, min_reward)
+        conversation = _conversation(fields, min_reward, row.fields)
     except Unusable as reason:
       yield row, str(reason)
       continue
     yield row, conversation
 
 
-def _conversation(fields, min_reward):
+def _conversation(fields, min_reward, columns):
   """Returns the conversation of a row. ValueError: it has none. Unusable: it is left out."""
   if fields.get('error'):
     raise Unusable('an error')
   reward = fields.get('reward')
   if isinstance(reward, (int, float)) and not reward >= min_reward:
     raise Unusable(f'a reward below {min_reward:g}')
+  if fields.get('resolved') in (False, 0):
+    raise Unusable("'resolved' is false")
   tools = _tools(fields)
   split = fields.get('split')
   split = split if isinstance(split, str) else ''
@@ -108,7 +110,7 @@ def _conversation(fields, min_reward):
         messages.insert(0, _text_message('system', system))
       return _checked(Conversation(messages, tools, split))
   raise ValueError(
-      f'no conversation in the columns {cells.listed(fields)}: messages, conversations, or '
+      f'no conversation in the columns {cells.listed(columns)}: messages, conversations, or '
       'prompt and completion are needed'
   )
 
@@ -154,6 +156,9 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
     calls = cells.parsed(content)
     calls = calls if isinstance(calls, list) else [calls]
     message['content'] = ''
+  older = _parsed(raw.get('function_call'))  # OpenAI's older form of one call
+  if older and not calls:
+    calls = [older]
   if calls:
     message['tool_calls'] = [_call(name, call) for call in calls]
   for extra in ('reasoning_content', 'tool_call_id', 'name'):
@@ -161,7 +166,7 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
       message[extra] = raw[extra]
   is_empty = not message['content'].strip() and not calls
   if role == 'assistant' and is_trained and not is_empty:
-    message['trained'] = raw.get('weight', 1) != 0
+    message['trained'] = raw.get('weight', 1) != 0 and raw.get('loss') is not False
   return message
 
 
