@@ -324,6 +324,15 @@ class GroupTest(chex.TestCase):
       chex.assert_tree_all_finite(advantages.whiten_tokens(x, np.array(mask)))
     chex.assert_tree_all_finite(advantages.whiten_tokens(np.full((1, 2), 0.3), np.ones((1, 2))))
 
+  @parameterized.parameters((0.95,), (57.3,), (1000.7,))
+  def test_whiten_of_equal_advantages_is_zero(self, advantage):
+    mask = np.random.default_rng(0).random((8, 100)) < 0.6
+    x = np.where(mask, advantage, 0).astype(np.float32)
+    whiten = jax.jit(advantages.whiten_tokens)
+    np.testing.assert_array_equal(whiten(x, mask), 0)
+    x[0, np.argmax(mask[0])] *= 1.001
+    self.assertGreater(whiten(x, mask).max(), 0.1)
+
   def test_whiten_turns_by_hand(self):
     # Three turns of 1, 2 and 1 tokens worth 1, 2, 3: each counts once, so mean 2, variance 1
     # (over tokens the mean of 1, 2, 2, 3 would be the same, the variance 2/3).

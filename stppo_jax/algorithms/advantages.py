@@ -195,7 +195,8 @@ def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns advantages [B,T] scaled to mean 0 and variance 1; 0 where the weights are 0.
 
   `weights` [B,T] are those of the tokens in mean and variance: 1 for agent tokens, or 1 / |turn|.
-  The variance is unbiased, as in verl.
+  The variance is unbiased, as in verl. Advantages that differ by rounding alone become 0, because
+  the rounding error of their mean would be scaled up.
   """
   weights = weights.astype(advantages.dtype)
   total = jnp.maximum(weights.sum(), 1)
@@ -207,7 +208,12 @@ def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
   variance = squares.sum() / unbiased
   inverse_std = jax.lax.rsqrt(variance + 1e-8)
   scaled = centred * inverse_std
-  return jnp.where(weights > 0, scaled, 0)
+  is_counted = weights > 0
+  highest = jnp.where(is_counted, advantages, -jnp.inf).max()
+  lowest = jnp.where(is_counted, advantages, jnp.inf).min()
+  largest = jnp.maximum(jnp.abs(highest), jnp.abs(lowest))
+  has_spread = highest - lowest > types.ROUNDING * largest
+  return jnp.where(is_counted & has_spread, scaled, 0)
 
 
 def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
