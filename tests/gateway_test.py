@@ -225,9 +225,13 @@ class AnswersTest(parameterized.TestCase):
   def test_stream_is_the_answer_in_chunks(self):
     asked = dict(temperature=1.3, seed=5, n=3, stop=['</search>', 'ymb'], logprobs=True)
     whole = self.ask(**asked)
-    stream = {**ASKED, **asked, 'stream': True, 'stream_options': {'include_usage': True}}
+    options = {'include_usage': True, 'continuous_usage_stats': True}
+    stream = {**ASKED, **asked, 'stream': True, 'stream_options': options}
     chunks = events(post(self.server, stream, stream=True))
     self.assertEqual(chunks[-1]['usage'], whole['usage'])
+    sampled = [chunk['usage']['completion_tokens'] for chunk in chunks]
+    self.assertEqual(sampled, sorted(sampled))
+    self.assertLess(sampled[0], sampled[-1])
     self.assertEqual({chunk['object'] for chunk in chunks}, {'chat.completion.chunk'})
     for choice in whole['choices']:
       mine = [c for x in chunks for c in x['choices'] if c['index'] == choice['index']]
@@ -514,6 +518,8 @@ class AnswersTest(parameterized.TestCase):
       {'length_penalty': 0},
       {'best_of': 2},
       {'stop': ''},
+      {'messages': [{'role': 'assistant', 'function_call': {'name': 'f', 'arguments': '{}'}}]},
+      {'messages': [{'role': 'assistant', 'content': None, 'refusal': 'I cannot.'}]},
       {'model': 'gpt-5'},
   )
   def test_wrong_field_is_named(self, **fields):

@@ -129,6 +129,22 @@ class TemplateTest(parameterized.TestCase):
       self.assertEqual(ids.count(tokenizer.eos_ids[0]), 3)  # the template's
     self.assertNotIn('Hm', tokenizer.decode(encode([USER, said, USER])))
 
+  def test_later_system_message_is_shown_as_user(self):
+    """Where the template rejects it, as that of Qwen3.5."""
+    refusal = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = tiny_tokenizer.load(
+        CHATML.replace('{% for m in messages %}', '{% for m in messages %}' + refusal)
+    )
+    template = template_lib.Template(tokenizer, 1000)
+    system = {'role': 'system', 'content': 'Use the tools.'}
+    user = {**system, 'role': 'user'}
+    first = template.encode([system, USER, system])
+    self.assertEqual(first, template.encode([system, USER, user]))
+    self.assertNotEqual(first, self.template.encode([system, USER, system]))
+    said = tokenizer.encode('I search') + [self.end]
+    after = template.encode_after(said, [RESULT, system])
+    self.assertEqual(after, template.encode_after(said, [RESULT, user]))
+
   def test_encode_after_continues_conversation(self):
     whole = self.template.encode([USER, SAID, RESULT])
     before = self.template.encode([USER])

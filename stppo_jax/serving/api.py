@@ -57,6 +57,12 @@ _NEUTRAL_OF: dict[str, tuple[Any, ...]] = {
     'repetition_penalty': (1,),
     'best_of': (1,),
 }
+# Fields of messages that hold what the assistant did, in forms that are not read.
+_OTHER_CONTENTS = {
+    'function_call': 'send tool_calls',
+    'refusal': 'send its text as content',
+    'audio': 'send a text as content',
+}
 # Where clients put a thought that the turn's text had between <think> and </think>.
 THOUGHT_FIELDS = (
     'reasoning_content',
@@ -218,6 +224,9 @@ class Message(Part):
     """Reads the thought from the first field that has one. They hold the same thought."""
     if not isinstance(fields, dict):
       return fields
+    for name, remedy in _OTHER_CONTENTS.items():
+      if fields.get(name):
+        raise ValueError(f'{name} is not supported: {remedy}')
     thoughts = [_read_thought(fields[name]) for name in THOUGHT_FIELDS if fields.get(name)]
     return fields | {'thought': next(filter(None, thoughts), '')}
 
@@ -518,11 +527,14 @@ class TextWriter:
 
   async def events(self) -> AsyncGenerator[str, None]:
     """Yields the answer's server-sent events."""
+    options = self._body.stream_options
+    is_continuous = options.get('continuous_usage_stats')  # vLLM's
     try:
       async for chunk in self._answer.chunks():
         for part in self._parts(chunk):
-          yield _event(self._head | {'choices': [self._choice(part)]})
-      if self._body.stream_options.get('include_usage'):
+          fields = self._head | {'choices': [self._choice(part)]}
+          yield _event(fields | ({'usage': self._answer.usage()} if is_continuous else {}))
+      if options.get('include_usage'):
         yield _event(self._head | {'choices': [], 'usage': self._answer.usage()})
       yield 'data: [DONE]\n\n'
     except http_server.RequestError as error:  # the status is sent already

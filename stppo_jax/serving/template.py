@@ -14,6 +14,8 @@ import math
 import re
 from typing import Any
 
+from absl import logging
+
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.envs import tool_calls
 
@@ -24,6 +26,11 @@ _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 
 class TooLong(ValueError):
   """A text is longer than the tokens that fit could be; it was not encoded."""
+
+
+def _as_user(message: Message) -> Message:
+  """Returns a message, of the user if it is a system message."""
+  return {**message, 'role': 'user'} if message['role'] == 'system' else message
 
 
 class Template:
@@ -180,7 +187,16 @@ class Template:
       marked = self._mark_messages(messages)
       return render(marked, **options)
     except Exception as error:  # a template may raise anything
-      raise ValueError(f'the chat template rejects the messages ({error})') from error
+      if all(message['role'] != 'system' for message in messages[1:]):
+        raise ValueError(f'the chat template rejects the messages ({error})') from error
+      # Claude Code sends such messages, and Qwen3.5's template takes a system message first alone.
+      logging.log_first_n(
+          logging.WARNING,
+          'the chat template rejects a later system message (%s): it is shown as one of the user',
+          1,
+          error,
+      )
+    return self._render([messages[0], *map(_as_user, messages[1:])], tools, **options)
 
   def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
     """Marks texts that must not become a token. A template sees an agent's own </think>."""
