@@ -6,15 +6,19 @@ import os
 import pathlib
 import tempfile
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stppo_jax import row_files
+from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import prepare
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
@@ -166,6 +170,17 @@ class PoolsTest(_Test):
     again = sft.load_pools(config)
     np.testing.assert_array_equal(again[1][0].tokens, sft.load_pools(config)[1][0].tokens)
 
+  def test_rows_of_an_agent_program_have_its_whole_score(self):
+    turns = [types.Turn(np.array([1]), np.zeros(1), reward=0.0)]
+    episodes = [
+        types.Episode(types.Task('t'), 0, np.array([0]), turns, number=i, whole_score=score)
+        for i, score in enumerate((1.0, 0.0))
+    ]
+    sampled = batching.Sampled(1, 0, episodes, {})
+    with mock.patch.multiple(sft.saved, numbers=lambda folder: [1], read=lambda *args: sampled):
+      kept = [episode for _, episode in sft._saved_episodes('folder', None, 0.5)]
+    self.assertEqual(kept, [episodes[0], 'a score below 0.5'])
+
   def test_conversations_with_one_prompt_stay_together(self):
     rows = []
     for i in range(24):
@@ -210,6 +225,23 @@ class TrainerTest(_Test):
     alone = [supervised.pad([row], (8,)) for row in self.pool()]
     expected = supervised.loss(params, trainer.model, alone)
     self.assertAlmostEqual(trainer.loss(params, self.pool(), 3), expected, places=5)
+
+  def test_gradient_that_is_not_finite_is_reported(self):
+    def loss(trainer, actor, frozen, rows, layout):
+      return jnp.sqrt(0.0 * jax.tree.leaves(actor)[0].sum())  # 0, and its gradient is NaN
+
+    with mock.patch.object(sft.Trainer, '_micro_batch_loss', loss):
+      trainer, params = self.trainer(2, (8,))
+      _, value = trainer.step(trainer.init(params), trainer.rows(self.pool(), 6))
+    self.assertTrue(np.isnan(value))
+
+  def test_best_loss_is_known_after_a_stop(self):
+    path = os.path.join(self.workdir, 'metrics.jsonl')
+    losses = [{'step': n, 'sft/held_out_loss': loss} for n, loss in ((0, 3.0), (4, 1.0), (8, 0.5))]
+    tiny_run.write_lines(path, losses)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      sft._Log(self.workdir, 4, 8).losses(8, 2.0)
+    self.assertRegex(logs.output[-1], r'the held-out loss was lower after step 4 \(1.0000\)')
 
   def test_bins_do_not_change_a_step(self):
     results = []

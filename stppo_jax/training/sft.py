@@ -216,9 +216,10 @@ def _episodes(config, renderer) -> Iterable[tuple[str, types.Episode | str]]:
 def _saved_episodes(folder, tokenizer, min_score):
   for number in saved.numbers(folder):
     for episode in saved.read(saved.path_of(folder, number), tokenizer).episodes:
+      score = episode.score if episode.whole_score is None else episode.whole_score
       if episode.failed or not episode.turns:
         yield '', 'no turn, or a failed environment'
-      elif not episode.score >= min_score:
+      elif not score >= min_score:
         yield '', f'a score below {min_score:g}'
       else:
         yield '', episode
@@ -274,7 +275,10 @@ class Trainer:
     return {'actor': actor, 'opt': make(actor)}
 
   def step(self, state: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], float]:
-    """Returns the state after an optimizer step, and the loss before it. Donates the state."""
+    """Returns the state after an optimizer step, and the loss before it. Donates the state.
+
+    The loss is NaN if the gradient is not finite.
+    """
     state, loss = self._step(state, self.frozen, self._put(rows))
     return state, float(loss)
 
@@ -328,7 +332,8 @@ class Trainer:
     grads = jax.tree.map(lambda g: g / count, grads)
     updates, opt = self._optimizer.update(grads, state['opt'], state['actor'])
     actor = optax.apply_updates(state['actor'], updates)
-    return {'actor': actor, 'opt': opt}, loss / count
+    is_finite = jnp.isfinite(optax.tree.norm(grads))
+    return {'actor': actor, 'opt': opt}, jnp.where(is_finite, loss / count, jnp.nan)
 
 
 def _predicted(mask):
@@ -387,8 +392,8 @@ def _run(config, workdir, pools, stop_signal):
       state, loss = trainer.step(state, rows)
       if not math.isfinite(loss):
         raise types.RunError(
-            f'the loss of step {n} is {loss}: lower --config.sft.lr={config.sft.lr:g}, in another '
-            '--workdir'
+            f'the loss or the gradient of step {n} is not finite: lower '
+            f'--config.sft.lr={config.sft.lr:g}, in another --workdir'
         )
       log.step(n, loss)
       every = config.eval.every
@@ -445,8 +450,11 @@ class _Log:
     self._losses: list[float] = []
     if hosts.is_writer():
       records = metrics_lib.read_metrics(workdir)
-      lines = [json.dumps(record) + '\n' for record in records if record['step'] <= done]
-      workdir_lib.write_parts(self._path, lines)
+      kept = [record for record in records if record['step'] <= done]
+      workdir_lib.write_parts(self._path, [json.dumps(record) + '\n' for record in kept])
+      held_out = 'sft/held_out_loss'
+      before = [(record[held_out], record['step']) for record in kept if held_out in record]
+      self._best = min(before, default=self._best)
 
   def step(self, n: int, loss: float) -> None:
     """Records the loss of a step."""
