@@ -49,8 +49,10 @@ HEADER = (
     'decode',
     'grow',
     'largest',
-    "an update takes at least; sampling's share",
-    'sampled tokens/s, s per token',
+    'seconds per update, at least',
+    'share of sampling',
+    'sampled tokens/s',
+    's per token',
 )
 VERSIONS = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-plugin', 'jax-cuda13-plugin')
 # Every number that a compiler reports of a program.
@@ -234,8 +236,10 @@ def cells(row: Row, plan: Plan) -> list[str]:
       row.name,
       *gib,
       f'{share:.0%}, {fits}',
-      f'{total:.0f} s; {rollout.seconds / total:.0%}',
-      f'{rollout.tokens_per_second:,.0f}; {rollout.decode / steps:.4f}'.replace(' 0.', ' .'),
+      f'{total:.0f}',
+      f'{rollout.seconds / total:.0%}',
+      f'{rollout.tokens_per_second:,.0f}',
+      f'{rollout.decode / steps:.4f}'.removeprefix('0'),
   ]
 
 
