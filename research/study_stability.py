@@ -65,7 +65,10 @@ VARIED = {
 }
 VARIED_RULES = ('ppo', 'st_ppo')
 VARIED_RATES: dict[str, dict[str, float]] = {  # {name: {rule: best rate}}
-    'age_0': {'ppo': 5e-5, 'st_ppo': 5e-5}
+    'age_0': {'ppo': 5e-5, 'st_ppo': 5e-5},
+    'age_2': {'ppo': 5e-5, 'st_ppo': 5e-5},
+    'age_4': {'ppo': 1e-4, 'st_ppo': 5e-5},
+    'long': {'ppo': 5e-5, 'st_ppo': 5e-5},
 }
 VARIED_SEARCH_SEEDS = (100,)
 
