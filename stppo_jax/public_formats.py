@@ -409,8 +409,8 @@ def _question(fields):
 def _readable(name, question):
   """Returns a question. ValueError: it is encrypted, as BrowseComp's are."""
   kinds = (str.isupper, str.islower, str.isdigit)
-  is_code = len(question) % 4 == 0 and all(any(map(kind, question)) for kind in kinds)
-  if is_code and len(question) >= _SHORTEST_CODE:
+  is_code = question.isascii() and len(question) % 4 == 0 and len(question) >= _SHORTEST_CODE
+  if is_code and all(any(map(kind, question)) for kind in kinds):
     try:
       base64.b64decode(question, validate=True).decode('utf-8')
     except binascii.Error:

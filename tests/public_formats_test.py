@@ -655,6 +655,11 @@ class FilesTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, f'qa.jsonl:1: {complaint}'):
       self.load('qa.jsonl', json.dumps(row))
 
+  def test_accented_question_is_no_code(self):
+    question = 'Où est née Élisabeth 1 ?'.ljust(40, '!')  # a base64 decoder raises another error
+    (task,) = self.load('qa.jsonl', json.dumps({'question': question, 'answer': 'a'}))
+    self.assertEqual(task.question, question)
+
   def test_message_names_all_columns_of_parquet(self):
     with self.assertRaisesRegex(types.UserError, 'columns claim, label, evidence: one of'):
       self.load('fever.parquet', [{'claim': 'c', 'label': 'l', 'evidence': 'e'}])
