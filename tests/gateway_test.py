@@ -865,6 +865,8 @@ class LimitsTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'Content-Type': 'text/plain'}, 415),
       ({'Content-Type': 'application/x-www-form-urlencoded'}, 415),
+      ({'Content-Type': 'application/json', 'Content-Encoding': 'gzip'}, 415),
+      ({'Content-Type': 'application/json', 'Content-Encoding': 'identity'}, 200),
       ({'Content-Type': 'application/json; charset=utf-8'}, 200),
       (JSON | {'Host': 'rebound.example'}, 403),
       (JSON | {'Host': 'localhost.rebound.example:8080'}, 403),

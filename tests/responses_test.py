@@ -113,7 +113,7 @@ class ReaderTest(parameterized.TestCase):
     self.assertEqual(names, ['files.search', 'search'])
 
   @parameterized.parameters(
-      ({'previous_response_id': 'resp_1'}, 'send the whole conversation'),
+      ({'previous_response_id': 'resp_1'}, 'send the whole conversation as .* store=false'),
       ({'conversation': {'id': 'c'}}, 'send the whole conversation'),
       ({'prompt': {'id': 'p'}}, 'send the whole conversation'),
       ({'tools': [{'type': 'web_search'}]}, "'web_search': leave it out, or send a tool of type"),

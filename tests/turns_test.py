@@ -104,6 +104,21 @@ class MatchTest(parameterized.TestCase):
       self.assertIsNone(match(recorded, say(f'{THOUGHT}Now.\nCalling no tools:\n{written}')))
       self.assertIsNone(match(recorded, say('')))
 
+  @parameterized.parameters(
+      ('{"name": "add", "arguments": {"a": "é", "b": 2}}', True),
+      ('{"arguments": {"b": 2.0, "a": "\\u00e9"}, "name": "add"}', True),
+      ('{"name": "add", "arguments": {"a": "e", "b": 2}}', False),
+      ('{"name": "add", "arguments": {"a": "é", "b": 2}', False),
+      ('[' * 10_000, False),
+  )
+  def test_call_in_text_is_equal_as_json(self, written, is_same):
+    """Qwen-Agent parses the calls of a text, and writes them again."""
+    tagged = 'Now.\n<tool_call>\n{}\n</tool_call>'
+    recorded = [say(THOUGHT + tagged.format('{"name":"add","arguments":{"a":"\\u00e9","b":2}}'))]
+    expected = SAME if is_same else None
+    self.assertEqual(match(recorded, say(THOUGHT + tagged.format(written))), expected)
+    self.assertIsNone(match(recorded, say(f'{THOUGHT}{tagged.format(written)} More.')))
+
   def test_numbers_as_javascript_writes_them(self):
     for ours, theirs in ((2.0, 2), (-0.0, 0), (12345678901234567890, 12345678901234567000)):
       self.assertEqual(match([say('', call(a=ours))], say('', call(a=theirs))), SAME)

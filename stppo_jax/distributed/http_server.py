@@ -170,6 +170,11 @@ class HttpApp:
     kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
     if request.method == 'POST' and kind != 'application/json':
       raise RequestError(415, 'send the header Content-Type: application/json')
+    coding = request.headers.get('content-encoding', 'identity').lower()
+    if coding not in ('', 'identity'):
+      raise RequestError(
+          415, f'the body has the Content-Encoding {coding[:80]!r}: send it as it is'
+      )
     length = int(request.headers.get('content-length', 0))  # the parser has checked it
     most = self.limits.max_body_bytes
     if length > most:

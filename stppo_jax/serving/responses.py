@@ -33,7 +33,10 @@ _LOGPROBS = 'message.output_text.logprobs'  # a value of `include`
 
 
 def _refuse(unused_value: Any) -> None:
-  raise ValueError('nothing is stored between requests: send the whole conversation as `input`')
+  raise ValueError(
+      'nothing is stored between requests: send the whole conversation as `input`, in '
+      'several clients by store=false'
+  )
 
 
 _Refused = Annotated[None, pydantic.BeforeValidator(_refuse)]

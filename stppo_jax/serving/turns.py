@@ -17,6 +17,7 @@ from typing import Any
 Message = Mapping[str, Any]
 
 _TAGS = re.compile('(<think(?: [^<>]*)?>|</think>)')  # inspect-ai adds attributes
+_CALL = re.compile('<tool_call>(.*?)</tool_call>', re.DOTALL)
 _WORD = re.compile(r'\S+')
 _SHOWN_CHARS = 80  # length of a difference
 
@@ -96,7 +97,8 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
     return Match('', lacks_thoughts)
   rest = _rest(form.words, message.text)
   if rest is None:
-    return None
+    is_respelled = '<tool_call>' in message.text and _spelled(form) == _spelled(message)
+    return Match('', lacks_thoughts) if is_respelled else None
   if are_written:
     return Match('', lacks_thoughts) if _written_calls(rest) == form.calls else None
   has_rest = not rest.isspace() and rest != ''
@@ -119,6 +121,18 @@ def _written_calls(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((function['name'], _write(function['arguments'])) for function in functions)
   except (KeyError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
     return ()
+
+
+def _spelled(message: ReadMessage) -> list[str]:
+  """Returns the words of a text whose calls are spelled in one way. Qwen-Agent parses them."""
+
+  def spell(call: re.Match[str]) -> str:
+    try:
+      return f'<tool_call>{_write(json.loads(call[1]))}</tool_call>'
+    except (RecursionError, ValueError):
+      return call[0]
+
+  return _CALL.sub(spell, message.text).split()
 
 
 def _rest(words: Sequence[str], text: str) -> str | None:
