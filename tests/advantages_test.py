@@ -332,6 +332,9 @@ class GroupTest(chex.TestCase):
     np.testing.assert_array_equal(whiten(x, mask), 0)
     x[0, np.argmax(mask[0])] *= 1.001
     self.assertGreater(whiten(x, mask).max(), 0.1)
+    for value in (np.nan, np.inf):  # a step that is not finite must be seen and skipped
+      x[0, np.argmax(mask[0])] = value
+      self.assertFalse(np.isfinite(whiten(x, mask)).all())
 
   def test_whiten_turns_by_hand(self):
     # Three turns of 1, 2 and 1 tokens worth 1, 2, 3: each counts once, so mean 2, variance 1

@@ -212,8 +212,9 @@ def whiten_tokens(advantages: jax.Array, weights: jax.Array) -> jax.Array:
   highest = jnp.where(is_counted, advantages, -jnp.inf).max()
   lowest = jnp.where(is_counted, advantages, jnp.inf).min()
   largest = jnp.maximum(jnp.abs(highest), jnp.abs(lowest))
-  has_spread = highest - lowest > types.ROUNDING * largest
-  return jnp.where(is_counted & has_spread, scaled, 0)
+  are_equal = highest - lowest <= types.ROUNDING * largest
+  are_equal &= jnp.isfinite(largest)  # what is not finite is left for the step to skip
+  return jnp.where(is_counted & ~are_equal, scaled, 0)
 
 
 def whiten(advantages: jax.Array, batch: TurnBatch, over: str) -> jax.Array:
