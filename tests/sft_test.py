@@ -190,6 +190,8 @@ class PoolsTest(_Test):
     train, held_out = ({int(row.tokens[0]) for row in pool} for pool in pools)
     self.assertEqual((len(train), len(held_out)), (6, 2))
     self.assertEqual(tuple(map(len, pools)), (18, 6))
+    pools = sft._with_held_out(make_config(sft__held_out=0.25), sft.Pools(rows[::8], []))
+    self.assertEqual(tuple(map(len, pools)), (2, 1))  # all three have the same prompt
 
 
 class TrainerTest(_Test):

@@ -164,18 +164,23 @@ def load_pools(config: Config) -> Pools:
 def _with_held_out(config, pools):
   """Returns the pools with a share of the conversations held out, if none are.
 
-  Conversations with one prompt, such as the episodes of a group, are on the same side.
+  Conversations with one prompt, such as the episodes of a group, are on the same side. If all have
+  the same one, as in an environment that opens alike for every seed, they are held out one by one.
   """
   if pools.held_out or not config.sft.held_out:
     return pools
-  prompts = list(dict.fromkeys(map(_prompt, pools.train)))
-  order = np.random.default_rng(config.seed).permutation(len(prompts))
-  number = max(_MIN_HELD_OUT, round(config.sft.held_out * len(prompts)))
-  if number >= len(prompts):
+  keys = list(map(_prompt, pools.train))
+  if len(set(keys)) == 1:
+    keys = list(range(len(keys)))
+  units = list(dict.fromkeys(keys))
+  order = np.random.default_rng(config.seed).permutation(len(units))
+  number = max(_MIN_HELD_OUT, round(config.sft.held_out * len(units)))
+  if number >= len(units):
     return pools
-  chosen = {prompts[i] for i in order[:number]}
-  held_out = [row for row in pools.train if _prompt(row) in chosen]
-  train = [row for row in pools.train if _prompt(row) not in chosen]
+  chosen = {units[i] for i in order[:number]}
+  rows = list(zip(keys, pools.train, strict=True))
+  held_out = [row for key, row in rows if key in chosen]
+  train = [row for key, row in rows if key not in chosen]
   return Pools(train, held_out)
 
 
