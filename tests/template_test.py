@@ -206,9 +206,12 @@ class TemplateTest(parameterized.TestCase):
 
   def test_template_without_texts_is_refused(self):
     """As those of models that read images: they want lists of parts."""
-    parts = MESSAGES % '{% for part in m.content if part.type %}{{ part.text }}{% endfor %}'
-    with self.assertRaisesRegex(ValueError, 'shows no text of a user'):
-      template_lib.Template(tiny_tokenizer.load(parts), 1000).encode([USER])
+    parts = '{% for part in m.content if part.type %}{{ part.text }}{% endfor %}'
+    wants_first = "{% if m.role == 'assistant' %}{{ m.content[0]['text'] + '' }}{% endif %}"
+    for source in (parts, parts + wants_first):
+      template = template_lib.Template(tiny_tokenizer.load(MESSAGES % source), 1000)
+      with self.assertRaisesRegex(ValueError, 'shows no text of a user'):
+        template.encode([USER])
 
   def test_encode_after_continues_conversation(self):
     whole = self.template.encode([USER, SAID, RESULT])
