@@ -7,12 +7,14 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
-from stppo_jax.envs import tool_calls
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
+from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test
 from tests.support import tiny_tokenizer
@@ -30,6 +32,15 @@ ALTERNATING = MESSAGES % (
     f"{{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}}{REFUSE}{{% endif %}}{TURN}"
 )
 TWO_ROLES = MESSAGES % f"{{% if m.role in ('system', 'user', 'assistant') %}}{TURN}{{% endif %}}"
+OTHER_CALLS = MESSAGES % (  # as those of Mistral
+    f'{TURN}{{% if m.tool_calls %}}[TOOL_CALLS]{{{{ m.tool_calls | tojson }}}}{{% endif %}}'
+    '{{ tools | default([]) | tojson }}'
+)
+HERMES_CALLS = MESSAGES % (
+    '{% if loop.first and tools %}{{ tools | tojson }}{% endif %}'
+    f'{TURN[: -len("<|im_end|>") - 1]}{{% for c in m.tool_calls %}}<tool_call>'
+    '{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n'
+)
 RESULT_OF_CALL = MESSAGES % (
     f'{TURN}{{{{ m.tool_calls | default([]) | tojson }}}}{{{{ tools | default([]) | tojson }}}}'
     '{% set last = messages[loop.index0 - 1] %}'
@@ -128,7 +139,7 @@ class TemplateTest(parameterized.TestCase):
     messages = [USER, {**SAID, 'tool_calls': [call]}]
     with self.assertRaisesRegex(ValueError, 'nested too deeply'):
       self.template.encode(messages)
-    shows_calls = tiny_tokenizer.load(CHATML.replace('m.content', 'm.content ~ m.tool_calls'))
+    shows_calls = tiny_tokenizer.load(HERMES_CALLS)
     with self.assertRaisesRegex(ValueError, 'rejects the messages'):
       template_lib.Template(shows_calls, 1000).encode(messages)
 
@@ -195,14 +206,24 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(tokenizer.decode(after).count(RESULT['content']), 2)
     self.assertIn(more['content'], tokenizer.decode(after))
 
-  @parameterized.parameters(ALTERNATING, TWO_ROLES, RESULT_OF_CALL)
+  @parameterized.parameters(ALTERNATING, TWO_ROLES, OTHER_CALLS, HERMES_CALLS)
   def test_tools_are_declared_as_by_environment(self, source):
-    tokenizer = tiny_tokenizer.load(source)
-    declaration = tool_calls.make_form('hermes', [TOOL]).declare()
-    self.assertEqual(
-        template_lib.Template(tokenizer, 1000).encode([USER], [TOOL]),
-        chat.encode_prompt(tokenizer, USER['content'], [TOOL], declaration),
-    )
+    config = schema.Config()
+    config.model.folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_tokenizer.write(config.model.folder, chat_template=source)
+    config.env = schema.EnvSettings(kind='tools', tools=('calculator',))
+    config.retriever.kind = 'none'
+    tokenizer = prepare.load_tokenizer(config)
+    env = components.resolve(config).env(Task('capital of France?'), 0)
+    question, info = env.reset()
+    prompt = episode_lib.first_prompt(tokenizer, question, info)
+    (tool,) = env.tools
+    template = template_lib.Template(tokenizer, 1000)
+    message = {'role': 'user', 'content': question}
+    self.assertEqual(template.encode([message], [tool.schema]), prompt)
+    text = tokenizer.decode(prompt)
+    self.assertEqual(text.count('"calculator"'), 1)
+    self.assertEqual('You may call these tools' in text, source != HERMES_CALLS)
 
   def test_template_without_texts_is_refused(self):
     """As those of models that read images: they want lists of parts."""

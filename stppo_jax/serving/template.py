@@ -40,7 +40,7 @@ class _Gaps(NamedTuple):
   """What a chat template leaves out or rejects."""
 
   tools: bool
-  calls: bool
+  calls: bool  # in the form in which they are read
   results: bool  # in a conversation
   later_results: bool  # after a turn whose text is known, and not its calls
 
@@ -243,31 +243,28 @@ class Template:
     """
     if self.tokenizer.render is None:
       return _Gaps(tools=True, calls=True, results=False, later_results=False)
-    user = {'role': 'user', 'content': 'Q'}
+    user = tool_calls.PROBE_QUESTION
     said = {'role': 'assistant', 'content': 'A'}
     if not self._shows('Q', [user, said, user]):
       if self._shows('', [user]) and not self._shows('Q', [user]):
         raise ValueError('the chat template shows no text of a user: it may be for lists of parts')
       return _Gaps(False, False, False, False)
-    call_id = 'probe0001'  # Mistral's template wants nine characters
-    parameters = {'type': 'object', 'properties': {}}
-    function = {'name': _PROBE, 'description': 'Does it.', 'parameters': parameters}
-    tools = [{'type': 'function', 'function': function}]
-    function_call = {'name': _PROBE, 'arguments': {}}
-    calls = [{'id': call_id, 'type': 'function', 'function': function_call}]
-    called = {'role': 'assistant', 'content': '', 'tool_calls': calls}
-    result = {'role': 'tool', 'tool_call_id': call_id, 'name': 'tool', 'content': _SEEN}
-    shows_calls = self._shows(_PROBE, [user, called])
+    tool = tool_calls.PROBE_TOOL
+    call = tool_calls.PROBE_TURN
+    (shown_call,) = call['tool_calls']
+    result = {'role': 'tool', 'tool_call_id': shown_call['id'], 'name': 'tool', 'content': _SEEN}
+    turn = tool_calls.shown_call(self.tokenizer.render)
+    shows_calls = tool_calls.reads(self._tool_form, turn)
+    shows_tools = self._shows(tool['function']['name'], [user], tools=[tool])
+    if turn and not shows_calls:
+      shows_tools = False  # it would ask for calls in its own form
     shows_later = self._shows(_SEEN, [user, said, result])
-    gaps = _Gaps(
-        tools=not self._shows(_PROBE, [user], tools=tools),
-        calls=not shows_calls,
-        results=not (self._shows(_SEEN, [user, called, result]) if shows_calls else shows_later),
-        later_results=not shows_later,
-    )
+    shows_results = self._shows(_SEEN, [user, call, result]) if shows_calls else shows_later
+    gaps = _Gaps(not shows_tools, not shows_calls, not shows_results, not shows_later)
     if any(gaps):
-      names = [name for name, is_gap in gaps._asdict().items() if is_gap]
-      logging.info('the chat template does not show %s: texts of messages do', ', '.join(names))
+      names = ', '.join(name for name, is_gap in gaps._asdict().items() if is_gap)
+      form = self._tool_form
+      logging.info('the chat template does not show %s in the form %s: texts do', names, form)
     return gaps
 
   def _shows(self, probe: str, messages: Sequence[Message], **options: Any) -> bool:
