@@ -49,7 +49,10 @@ Ids = Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """A byte-level BPE tokenizer as its `tokenizer.json` defines it, pre-tokenizer included."""
+  """A BPE tokenizer as its `tokenizer.json` defines it, pre-tokenizer included.
+
+  It is byte-level, or has byte fallback as that of Gemma.
+  """
 
   folder: str
   vocab_size: int  # largest id + 1
@@ -57,6 +60,7 @@ class Tokenizer:
   bos_ids: tuple[int, ...]  # that the file puts before a text, as Llama 3's <|begin_of_text|>
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
+  template: str  # text of the chat template; '': none
   render: Callable[..., str] | None  # messages -> text with generation prompt; None: none
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
@@ -187,7 +191,7 @@ def load_tokenizer(
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
     pad_id = eos_ids[0] if eos_ids else 0
-  render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
+  template, render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
   if render is not None:
     eos_ids = _with_turn_end(folder, eos_ids, render, control_library)
   return Tokenizer(
@@ -197,6 +201,7 @@ def load_tokenizer(
       bos_ids=_bos_ids(control_library),
       pad_id=pad_id,
       token_bytes=token_bytes,
+      template=template,
       render=render,
       text_library=text_library,
       control_library=control_library,
@@ -208,8 +213,11 @@ def load_tokenizer(
 
 
 def _pattern(tokens: Sequence[tokenizers.AddedToken]) -> re.Pattern[str]:
-  """Returns a pattern that finds the text of any of the tokens, the longest first."""
-  texts = [token.content for token in tokens if token.content]
+  """Returns a pattern that finds the text of any of the tokens, the longest first.
+
+  Tokens of white space are left out, because they control nothing, and templates trim them.
+  """
+  texts = [token.content for token in tokens if token.content.strip()]
   texts.sort(key=len, reverse=True)
   any_text = '|'.join(map(re.escape, texts))
   return re.compile(any_text or '(?!)')
@@ -235,9 +243,10 @@ def encode_prompt(
   if tokenizer.render is None:
     return tokenizer.begin(tokenizer.encode(declaration + user_message))
   frame = _make_frame(tokenizer, [], 'user', tools)
-  names = [tool['function']['name'] for tool in tools]
-  if not names or names[0] not in frame.before + frame.after:
-    user_message = declaration + user_message
+  if tools:
+    name = tools[0]['function']['name']
+    if name not in frame.before + frame.after:
+      user_message = declaration + user_message
   content = tokenizer.mark(user_message, only_special=True)
   return tokenizer.encode_marked(frame.around(content))
 
@@ -450,34 +459,60 @@ def _without_added_tokens(definition: dict) -> str:
 
 
 def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
-  """Returns the bytes of every id. Byte-level vocabularies write each byte as a printable
-  character.
+  """Returns the bytes of every id.
+
+  Byte-level vocabularies write each byte as a printable character. Those with byte fallback write a
+  space as U+2581, and have the tokens <0x00> to <0xFF> for characters that they lack.
   """
   added = library.get_added_tokens_decoder()
-  # The alphabet writes a printable byte as itself, and the others, in order, from U+0100 on.
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  printable = [ord(character) for character in alphabet if ord(character) < 256]
-  others = sorted(set(range(256)) - set(printable))
-  byte_of = dict(zip(alphabet, printable + others))
   vocab = library.get_vocab(with_added_tokens=True)
   if not vocab:
     raise types.UserError(f'{path!r} has an empty vocabulary: replace it')
   ordinary = [name for name, i in vocab.items() if i not in added]
   parts = [definition.get('pre_tokenizer'), definition.get('decoder')]
   byte_level = '"ByteLevel"' in json.dumps(parts)
-  characters = set().union(*ordinary)
-  if not byte_level or not characters <= byte_of.keys():
+  byte_of = _byte_alphabet()
+  if byte_level and set().union(*ordinary) <= byte_of.keys():
+    read = lambda name: bytes(byte_of[character] for character in name)
+    read_added = str.encode
+  elif definition['model'].get('byte_fallback') and _FALLBACKS <= vocab.keys():
+    read = read_added = _fallback_bytes
+  else:
     raise types.UserError(
-        f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
-        'supported are byte-level BPE tokenizers, such as those of Qwen2, Qwen3, Llama 3 and GPT-2'
+        f'{path!r} is neither a byte-level BPE vocabulary nor one with byte fallback (but word '
+        'pieces?): supported are tokenizers such as those of Qwen2, Qwen3, Llama 3, GPT-2 and Gemma'
     )
   token_bytes = [b''] * (max(vocab.values()) + 1)
   for name, i in vocab.items():
-    if i in added:
-      token_bytes[i] = added[i].content.encode('utf-8')
-    else:
-      token_bytes[i] = bytes(byte_of[character] for character in name)
+    token_bytes[i] = read_added(added[i].content) if i in added else read(name)
+  ids = library.encode('a', add_special_tokens=False).ids
+  if read is _fallback_bytes and [token_bytes[i] for i in ids] != [b'a']:
+    raise types.UserError(
+        f'{path!r} puts a space before each text, as the tokenizers of Llama 2 and Mistral 7B do, '
+        'so a text cannot be put together from the tokens of its parts: choose another model'
+    )
   return tuple(token_bytes)
+
+
+def _byte_alphabet() -> dict[str, int]:
+  """Returns the byte of each character of a byte-level vocabulary.
+
+  The alphabet writes a printable byte as itself, and the others, in order, from U+0100 on.
+  """
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  printable = [ord(character) for character in alphabet if ord(character) < 256]
+  others = sorted(set(range(256)) - set(printable))
+  return dict(zip(alphabet, printable + others))
+
+
+_FALLBACKS = {f'<0x{byte:02X}>' for byte in range(256)}
+
+
+def _fallback_bytes(name: str) -> bytes:
+  """Returns the bytes of a token of a vocabulary with byte fallback."""
+  if name in _FALLBACKS:
+    return bytes([int(name[1:-1], 16)])
+  return name.replace('\u2581', ' ').encode()
 
 
 def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tuple[int, ...]:
@@ -545,11 +580,12 @@ def _token_name(entry: str | dict | None) -> str:
 
 def _chat_renderer(
     folder: str, settings: dict, kwargs: Mapping, default_template: str
-) -> Callable[..., str] | None:
-  """Returns the function that renders messages with the chat template; None: there is none."""
-  has_own = _has_template(folder, settings)
+) -> tuple[str, Callable[..., str] | None]:
+  """Returns the text of the chat template, and the function that renders messages with it."""
+  template = template_text(folder, settings)
+  has_own = bool(template)
   if not has_own and not default_template:
-    return None
+    return '', None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
   try:
@@ -560,16 +596,26 @@ def _chat_renderer(
         f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
     ) from error
   if not has_own:
-    library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
-  return functools.partial(
+    template = pathlib.Path(default_template).read_text(encoding='utf-8')
+    library.chat_template = template
+  render = functools.partial(
       library.apply_chat_template, tokenize=False, add_generation_prompt=True, **kwargs
   )
+  return template, render
 
 
-def _has_template(folder: str, settings: Mapping[str, Any]) -> bool:
-  """Returns whether a folder has chat templates. The settings are its tokenizer_config.json's."""
+def template_text(folder: str, settings: Mapping[str, Any] | None = None) -> str:
+  """Returns the text of a folder's chat templates; '': it has none.
+
+  `settings` are those of its tokenizer_config.json, if they have been read.
+  """
   path = pathlib.Path(folder) / 'chat_template.jinja'
-  return path.is_file() or bool(settings.get('chat_template'))
+  if path.is_file():
+    return path.read_text(encoding='utf-8', errors='replace')
+  if settings is None:
+    settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
+  template = settings.get('chat_template') or ''
+  return template if isinstance(template, str) else json.dumps(template)
 
 
 def _read_json(path: str) -> dict:

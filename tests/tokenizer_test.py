@@ -266,12 +266,91 @@ class TokenizerTest(parameterized.TestCase):
     self.assertEqual(framing.encode('too low', [5, end]), plain.encode('too low'))
     self.assertEqual(framing.encode('', [5, end]), [])
 
-  def test_sentencepiece_is_refused_by_name(self):
+  def test_word_pieces_are_refused_by_name(self):
     folder = _folder(self)
-    library = tokenizers.Tokenizer(tokenizers.models.BPE({'▁a': 0, '<0x0A>': 1}, []))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({'\u2581a': 0, '<0x0A>': 1}, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     library.save(os.path.join(folder, 'tokenizer.json'))
     with self.assertRaisesRegex(types.UserError, 'byte-level BPE'):
+      chat.load_tokenizer(folder)
+
+
+GEMMA = (
+    '{{ bos_token }}{% for m in messages %}'
+    "{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+
+def write_fallback_tokenizer(folder: str, first: str = '') -> str:
+  """A tokenizer with byte fallback that is made as Gemma's; with `first` before each text."""
+  control = ['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>']
+  names = [*control, *(f'<0x{byte:02X}>' for byte in range(256))]
+  merges = [('\u2581', '\u2581'), ('\n', '\n'), ('a', 'n'), ('\u2581', 'an')]
+  text = '\u2581\n' + ''.join(map(chr, range(33, 127))) + '\u00e9'
+  names += [*text, *(a + b for a, b in merges)]
+  vocab = {name: i for i, name in enumerate(names)}
+  library = tokenizers.Tokenizer(
+      tokenizers.models.BPE(vocab, merges, unk_token='<unk>', byte_fallback=True)
+  )
+  normalizers = tokenizers.normalizers
+  library.normalizer = normalizers.Replace(' ', '\u2581')
+  if first:
+    library.normalizer = normalizers.Sequence([normalizers.Prepend(first), library.normalizer])
+  library.pre_tokenizer = tokenizers.pre_tokenizers.Split(' ', 'merged_with_previous')
+  decoders = tokenizers.decoders
+  library.decoder = decoders.Sequence(
+      [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()]
+  )
+  library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in control])
+  library.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ('\n\n', '<td>')])
+  library.post_processor = tokenizers.processors.TemplateProcessing(
+      single='<bos> $A', special_tokens=[('<bos>', 2)]
+  )
+  library.save(os.path.join(folder, 'tokenizer.json'))
+  settings = {'bos_token': '<bos>', 'eos_token': '<eos>', 'chat_template': GEMMA}
+  pathlib.Path(folder, 'tokenizer_config.json').write_text(json.dumps(settings), encoding='utf-8')
+  return folder
+
+
+class FallbackTest(parameterized.TestCase):
+
+  TEXTS = ('an  an\n\n\nbanana', ' \u00e9\u4e2d\U0001f600 ', '<td>a<search>\n', '<0x41> a', '')
+
+  def test_ids_and_texts_are_those_of_transformers(self):
+    folder = write_fallback_tokenizer(_folder(self))
+    tokenizer = chat.load_tokenizer(folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    self.assertEqual((tokenizer.eos_ids, tokenizer.bos_ids), ((5, 1), (2,)))
+    for text in self.TEXTS:
+      ids = tokenizer.encode(text)
+      self.assertEqual(ids, theirs(text, add_special_tokens=False).input_ids)
+      self.assertEqual(tokenizer.decode(ids), text)
+      self.assertEqual(tokenizer.decode(tokenizer.encode_plain(text)), text)
+      prompt = theirs.apply_chat_template(
+          [{'role': 'user', 'content': text}], add_generation_prompt=True, return_dict=False
+      )
+      self.assertEqual(chat.encode_prompt(tokenizer, text), prompt)
+    end_of_text = tokenizer.encode_plain('a<end_of_turn>')
+    self.assertNotIn(5, end_of_text)
+    framing = chat.make_framing(tokenizer, 'user', 100)
+    self.assertEqual(
+        tokenizer.decode(framing.encode('read\n\n', [9, 5])),
+        '\n<start_of_turn>user\nread<end_of_turn>\n<start_of_turn>model\n',
+    )
+
+  def test_stop_string_is_found_in_bytes_of_tokens(self):
+    tokenizer = chat.load_tokenizer(write_fallback_tokenizer(_folder(self)))
+    table = chat.stop_automaton(tokenizer.token_bytes, ['an \u4e2d'])
+    state = 0
+    for token in tokenizer.encode('an \u4e2d'):
+      self.assertNotEqual(state, len(table) - 1)
+      state = table[state, token]
+    self.assertEqual(state, len(table) - 1)
+
+  def test_space_before_each_text_is_refused(self):
+    folder = write_fallback_tokenizer(_folder(self), first='\u2581')
+    with self.assertRaisesRegex(types.UserError, 'puts a space before each text'):
       chat.load_tokenizer(folder)
 
 
