@@ -218,6 +218,30 @@ class ConvertTest(TreeTest):
     self.assertEqual(ends, 0)
     self.assertEqual(chat.load_tokenizer(str(self.folder)).eos_ids, (0,))
 
+  @parameterized.parameters(
+      (None, 7, (7, 9), [7, 9]),
+      ({'eos_token_id': 7, 'top_k': 3}, 7, (9, 7), [7, 9]),
+      ({'eos_token_id': [7, 9]}, 7, (9,), [7, 9]),
+      ({'top_k': 3}, 7, (), 7),
+      (None, None, (9,), 9),
+      (None, None, (), None),
+  )
+  def test_engines_read_all_end_tokens(self, generation, own, eos_ids, written):
+    source = self.folder / 'source'
+    source.mkdir()
+    (source / 'tokenizer.json').write_text('{}')
+    (source / 'config.json').write_text(json.dumps({'eos_token_id': own}))
+    if generation is not None:
+      (source / 'generation_config.json').write_text(json.dumps(generation))
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
+    convert.save_hf(self.folder / 'out', config, params, source, eos_ids=eos_ids)
+    path = self.folder / 'out/generation_config.json'
+    if written is None:
+      self.assertFalse(path.exists())
+      return
+    raw = json.loads(path.read_text())
+    self.assertEqual(raw, (generation or {}) | {'eos_token_id': written})
+
   def test_the_dtype_that_a_folder_names(self):
     path = self.folder / 'config.json'
     for raw, named in (

@@ -41,8 +41,8 @@ def save_hf(
   additional `score`. The parameters (NumPy or jax arrays, sharded or not) are written in `dtype`,
   by default the embedding's. They are gathered one tensor at a time, and the host holds one file of
   at most `max_shard_bytes`. If several processes share the arrays, all of them call this function
-  and process 0 writes. Existing weights in the folder are replaced. `eos_ids` end a generation if
-  the config.json of the tokenizer's folder names none.
+  and process 0 writes. Existing weights in the folder are replaced. `eos_ids` end a generation as
+  well, and are written into config.json if that of the tokenizer's folder names none.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -62,9 +62,22 @@ def save_hf(
   write_json(folder / 'config.json', to_json(config, dtype, token_ids))
   if tokenizer_folder is not None:
     copy_tokenizer(tokenizer_folder, folder, config)
-    generation = folder / 'generation_config.json'
-    if 'eos_token_id' in token_ids and not generation.is_file():
-      write_json(generation, {'eos_token_id': token_ids['eos_token_id']})
+    _write_ends(folder / 'generation_config.json', token_ids.get('eos_token_id'), eos_ids)
+
+
+def _write_ends(path, own, eos_ids):
+  """Adds `eos_ids` to the ids that end a generation, where engines read them.
+
+  A base model's own end token does not end the turns of its chat template. `own` is that of
+  config.json.
+  """
+  raw = hf_config.read_json(path) if path.is_file() else {}
+  listed = raw.get('eos_token_id')
+  before = own if listed is None else listed
+  before = before if isinstance(before, list) else [before]
+  ends = [i for i in dict.fromkeys([*before, *eos_ids]) if i is not None]
+  if ends and ends != listed:
+    write_json(path, raw | {'eos_token_id': ends[0] if len(ends) == 1 else ends})
 
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes):
