@@ -269,17 +269,20 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
     make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
   options = dict(env.options)
   if env.kind == 'tools':
-    options['form'] = _tool_form(config, options.get('form'))
+    options |= _tool_options(config)
   return factory.make_factory(env.kind, make, available, options)
 
 
-def _tool_form(config: Config, setting: str | None) -> str:
-  """Returns the form of tool calls, which the model's chat template may choose."""
+def _tool_options(config: Config) -> dict[str, Any]:
+  """Returns how calls are written, which the model's chat template may choose."""
   from stppo_jax.envs import tool_calls
 
-  folder = config.model.folder
-  template = tokenizer_lib.template_text(folder) if os.path.isdir(folder) else ''
-  return tool_calls.form_name(setting or tool_calls.AUTO, template)
+  render = None
+  if os.path.isdir(config.model.folder):
+    render = prepare.load_tokenizer(config).render
+  form = tool_calls.form_name(config.env.options.get('form', tool_calls.AUTO), render)
+  turn = tool_calls.shown_call(render)
+  return {'form': form, 'template_shows_tools': not turn or tool_calls.reads(form, turn)}
 
 
 def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:

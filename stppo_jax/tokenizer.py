@@ -60,7 +60,6 @@ class Tokenizer:
   bos_ids: tuple[int, ...]  # that the file puts before a text, as Llama 3's <|begin_of_text|>
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
-  template: str  # text of the chat template; '': none
   render: Callable[..., str] | None  # messages -> text with generation prompt; None: none
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
@@ -191,7 +190,7 @@ def load_tokenizer(
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
     pad_id = eos_ids[0] if eos_ids else 0
-  template, render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
+  render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
   if render is not None:
     eos_ids = _with_turn_end(folder, eos_ids, render, control_library)
   return Tokenizer(
@@ -201,7 +200,6 @@ def load_tokenizer(
       bos_ids=_bos_ids(control_library),
       pad_id=pad_id,
       token_bytes=token_bytes,
-      template=template,
       render=render,
       text_library=text_library,
       control_library=control_library,
@@ -243,10 +241,9 @@ def encode_prompt(
   if tokenizer.render is None:
     return tokenizer.begin(tokenizer.encode(declaration + user_message))
   frame = _make_frame(tokenizer, [], 'user', tools)
-  if tools:
-    name = tools[0]['function']['name']
-    if name not in frame.before + frame.after:
-      user_message = declaration + user_message
+  names = [tool['function']['name'] for tool in tools]
+  if not names or names[0] not in frame.before + frame.after:
+    user_message = declaration + user_message
   content = tokenizer.mark(user_message, only_special=True)
   return tokenizer.encode_marked(frame.around(content))
 
@@ -580,12 +577,11 @@ def _token_name(entry: str | dict | None) -> str:
 
 def _chat_renderer(
     folder: str, settings: dict, kwargs: Mapping, default_template: str
-) -> tuple[str, Callable[..., str] | None]:
-  """Returns the text of the chat template, and the function that renders messages with it."""
-  template = template_text(folder, settings)
-  has_own = bool(template)
+) -> Callable[..., str] | None:
+  """Returns the function that renders messages with the chat template; None: there is none."""
+  has_own = _has_template(folder, settings)
   if not has_own and not default_template:
-    return '', None
+    return None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
   try:
@@ -596,26 +592,16 @@ def _chat_renderer(
         f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
     ) from error
   if not has_own:
-    template = pathlib.Path(default_template).read_text(encoding='utf-8')
-    library.chat_template = template
-  render = functools.partial(
+    library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
+  return functools.partial(
       library.apply_chat_template, tokenize=False, add_generation_prompt=True, **kwargs
   )
-  return template, render
 
 
-def template_text(folder: str, settings: Mapping[str, Any] | None = None) -> str:
-  """Returns the text of a folder's chat templates; '': it has none.
-
-  `settings` are those of its tokenizer_config.json, if they have been read.
-  """
+def _has_template(folder: str, settings: Mapping[str, Any]) -> bool:
+  """Returns whether a folder has chat templates. The settings are its tokenizer_config.json's."""
   path = pathlib.Path(folder) / 'chat_template.jinja'
-  if path.is_file():
-    return path.read_text(encoding='utf-8', errors='replace')
-  if settings is None:
-    settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
-  template = settings.get('chat_template') or ''
-  return template if isinstance(template, str) else json.dumps(template)
+  return path.is_file() or bool(settings.get('chat_template'))
 
 
 def _read_json(path: str) -> dict:

@@ -1,16 +1,20 @@
 """Messages to ids: equal to the template's text, no control token of a text, turns never again."""
 
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
+from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test
 from tests.support import tiny_tokenizer
@@ -20,6 +24,41 @@ CHATML = (
     '{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}'
     '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
+TURN = '<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n'
+MESSAGES = '{%% for m in messages %%}%s{%% endfor %%}<|im_start|>assistant\n'
+REFUSE = "{{ raise_exception('no') }}"
+# As those of Gemma, of Phi 3, and of gpt-oss.
+ALTERNATING = MESSAGES % (
+    f"{{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}}{REFUSE}{{% endif %}}{TURN}"
+)
+TWO_ROLES = MESSAGES % f"{{% if m.role in ('system', 'user', 'assistant') %}}{TURN}{{% endif %}}"
+OTHER_CALLS = MESSAGES % (  # as those of Mistral
+    f'{TURN}{{% if m.tool_calls %}}[TOOL_CALLS]{{{{ m.tool_calls | tojson }}}}{{% endif %}}'
+    '{{ tools | default([]) | tojson }}'
+)
+HERMES_CALLS = MESSAGES % (
+    '{% if loop.first and tools %}{{ tools | tojson }}{% endif %}'
+    f'{TURN[: -len("<|im_end|>") - 1]}{{% for c in m.tool_calls %}}<tool_call>'
+    '{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n'
+)
+RESULT_OF_CALL = MESSAGES % (
+    f'{TURN}{{{{ m.tool_calls | default([]) | tojson }}}}{{{{ tools | default([]) | tojson }}}}'
+    '{% set last = messages[loop.index0 - 1] %}'
+    "{% if m.role == 'tool' and last.role != 'tool' and not last.tool_calls %}"
+    f'{REFUSE}{{% endif %}}'
+)
+TOOL = {'type': 'function', 'function': {'name': 'look_up', 'description': 'Looks.'}}
+CALLED = {
+    'role': 'assistant',
+    'content': 'I look.',
+    'tool_calls': [
+        {
+            'id': 'call00001',
+            'type': 'function',
+            'function': {'name': 'look_up', 'arguments': {'q': 'France'}},
+        }
+    ],
+}
 USER = {'role': 'user', 'content': 'capital of France?'}
 SAID = {'role': 'assistant', 'content': '<search> France </search>'}
 RESULT = {'role': 'tool', 'content': 'Paris is the capital.'}
@@ -97,8 +136,12 @@ class TemplateTest(parameterized.TestCase):
     for _ in range(2000):
       deep = [deep]
     call = {'function': {'name': 'x', 'arguments': {'a': deep}}}
+    messages = [USER, {**SAID, 'tool_calls': [call]}]
+    with self.assertRaisesRegex(ValueError, 'nested too deeply'):
+      self.template.encode(messages)
+    shows_calls = tiny_tokenizer.load(HERMES_CALLS)
     with self.assertRaisesRegex(ValueError, 'rejects the messages'):
-      self.template.encode([USER, {**SAID, 'tool_calls': [call]}])
+      template_lib.Template(shows_calls, 1000).encode(messages)
 
   def test_template_sees_thoughts_of_turns(self):
     """Qwen3's drops earlier ones: it looks for </think> in the content."""
@@ -139,11 +182,57 @@ class TemplateTest(parameterized.TestCase):
     system = {'role': 'system', 'content': 'Use the tools.'}
     user = {**system, 'role': 'user'}
     first = template.encode([system, USER, system])
-    self.assertEqual(first, template.encode([system, USER, user]))
+    both = f'{USER["content"]}\n\n{system["content"]}'
+    self.assertEqual(first, template.encode([system, {**USER, 'content': both}]))
     self.assertNotEqual(first, self.template.encode([system, USER, system]))
     said = tokenizer.encode('I search') + [self.end]
     after = template.encode_after(said, [RESULT, system])
     self.assertEqual(after, template.encode_after(said, [RESULT, user]))
+
+  @parameterized.named_parameters(
+      ('alternating', ALTERNATING), ('two_roles', TWO_ROLES), ('result_of_call', RESULT_OF_CALL)
+  )
+  def test_texts_say_what_template_leaves_out(self, source):
+    tokenizer = tiny_tokenizer.load(source)
+    template = template_lib.Template(tokenizer, 1000)
+    system = {'role': 'system', 'content': 'Be brief.'}
+    more = {'role': 'user', 'content': 'and Spain?'}
+    text = tokenizer.decode(template.encode([system, USER, CALLED, RESULT, RESULT, more], [TOOL]))
+    said = ['Be brief.', 'Looks.', USER['content'], 'I look.', '"q": "France"']
+    positions = [text.index(part) for part in [*said, RESULT['content'], more['content']]]
+    self.assertEqual(positions, sorted(positions))
+    self.assertEqual(text.count(RESULT['content']), 2)
+    after = template.encode_after(tokenizer.encode('I look.'), [RESULT, RESULT, more], [TOOL])
+    self.assertEqual(tokenizer.decode(after).count(RESULT['content']), 2)
+    self.assertIn(more['content'], tokenizer.decode(after))
+
+  @parameterized.parameters(ALTERNATING, TWO_ROLES, OTHER_CALLS, HERMES_CALLS)
+  def test_tools_are_declared_as_by_environment(self, source):
+    config = schema.Config()
+    config.model.folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_tokenizer.write(config.model.folder, chat_template=source)
+    config.env = schema.EnvSettings(kind='tools', tools=('calculator',))
+    config.retriever.kind = 'none'
+    tokenizer = prepare.load_tokenizer(config)
+    env = components.resolve(config).env(Task('capital of France?'), 0)
+    question, info = env.reset()
+    prompt = episode_lib.first_prompt(tokenizer, question, info)
+    (tool,) = env.tools
+    template = template_lib.Template(tokenizer, 1000)
+    message = {'role': 'user', 'content': question}
+    self.assertEqual(template.encode([message], [tool.schema]), prompt)
+    text = tokenizer.decode(prompt)
+    self.assertEqual(text.count('"calculator"'), 1)
+    self.assertEqual('You may call these tools' in text, source != HERMES_CALLS)
+
+  def test_template_without_texts_is_refused(self):
+    """As those of models that read images: they want lists of parts."""
+    parts = '{% for part in m.content if part.type %}{{ part.text }}{% endfor %}'
+    wants_first = "{% if m.role == 'assistant' %}{{ m.content[0]['text'] + '' }}{% endif %}"
+    for source in (parts, parts + wants_first):
+      template = template_lib.Template(tiny_tokenizer.load(MESSAGES % source), 1000)
+      with self.assertRaisesRegex(ValueError, 'shows no text of a user'):
+        template.encode([USER])
 
   def test_encode_after_continues_conversation(self):
     whole = self.template.encode([USER, SAID, RESULT])
@@ -352,6 +441,9 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(
         ids[-len(template.encode_after([5], [result])) :], template.encode_after([5], [result])
     )
+    with mock.patch.object(template_lib.logging, 'log_first_n') as told:
+      self.assertEqual(template.encode([user, SAID, result], [TOOL]), ids)
+    self.assertIn('no chat template', told.call_args.args[1])
 
 
 if __name__ == '__main__':

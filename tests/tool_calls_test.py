@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stppo_jax.envs import tool_calls
 from stppo_jax.envs.tool_calls import Call
+from tests.support import tiny_tokenizer
 
 
 def schema(name, **parameters):
@@ -259,16 +260,33 @@ class ParseTest(parameterized.TestCase):
       _, (call,) = form.parse(form.write(Call('f', {'q': 'cats'})))
       self.assertEqual((call.name, call.error), ('f', ''))
 
-  @parameterized.parameters(
-      ('{% if tools %}<tool_call>\n<function=NAME>\n<parameter=KEY>{% endif %}', 'qwen_xml'),
-      ('{% if tools %}<tool_call>{"name": ..}{% endif %}', 'hermes'),
-      ('{% if builtin %}<|python_tag|>{% endif %}', 'llama3'),
-      ('{{ messages }}', 'hermes'),
-      ('', 'hermes'),
+  @parameterized.named_parameters(
+      ('hermes', '<tool_call>\n{{ f | tojson }}\n</tool_call>', 'hermes'),
+      (
+          'qwen_xml',
+          '<tool_call>\n<function={{ f.name }}>\n{% for key, value in f.arguments.items() %}'
+          '<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>',
+          'qwen_xml',
+      ),
+      ('llama3', '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', 'llama3'),
+      ('python_tag', '<|python_tag|>{{ f | tojson }}', 'llama3'),
+      ('mistral', '[TOOL_CALLS][{{ f | tojson }}]', ''),
+      ('no_call', '', ''),
   )
-  def test_template_chooses_form(self, template, name):
-    self.assertEqual(tool_calls.form_name('auto', template), name)
-    self.assertEqual(tool_calls.form_name('tags', template), 'tags')
+  def test_template_chooses_form(self, call, name):
+    source = (
+        '{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}'
+        '{% set f = c.function %}CALL{% endfor %}<|im_end|>\n{% endfor %}'
+        '{% if add_generation_prompt %}<|assistant|>{% endif %}'
+    )
+    render = tiny_tokenizer.load(source.replace('CALL', call)).render
+    self.assertEqual(tool_calls.form_name('auto', render), name or 'hermes')
+    turn = tool_calls.shown_call(render)
+    self.assertEqual('rivers' in turn, call != '')
+    reading = [form for form in tool_calls.FORMS if tool_calls.reads(form, turn)]
+    self.assertEqual(reading, [name] if name else [])
+    self.assertEqual(tool_calls.form_name('tags', render), 'tags')
+    self.assertEqual(tool_calls.form_name('auto', None), 'hermes')
 
   def test_broken_call_does_not_hide_next(self):
     call = '<tool_call>{"name": "now"}</tool_call>'

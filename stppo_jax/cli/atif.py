@@ -16,7 +16,7 @@ def export_atif(command: Command) -> None:
   source = command.flags.input or os.path.join(workdir, 'episodes')
   folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
-  form = tool_calls.form_name(config.serve.tool_form, tokenizer.template)
+  form = tool_calls.form_name(config.serve.tool_form, tokenizer.render)
   atif_writer.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
@@ -28,7 +28,7 @@ def import_atif(command: Command) -> None:
   tokenizer = prepare.load_tokenizer(config)
   reader = atif_reader.AtifReader(
       tokenizer,
-      tool_calls.form_name(config.serve.tool_form, tokenizer.template),
+      tool_calls.form_name(config.serve.tool_form, tokenizer.render),
       config.rollout.max_observation,
       command.flags.retokenize,
       prepare.load_shape(config).vocab_size,

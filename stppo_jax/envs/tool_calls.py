@@ -38,7 +38,7 @@ _FENCE = re.compile(r'\s*```')
 _LANGUAGE = re.compile(r'\w*\s')  # after the start of a code fence
 _MAX_DEPTH = 3  # limit on the search for types in a schema
 _MAX_PARTS = 16  # limit on its alternatives
-AUTO = 'auto'  # the form that the chat template asks for
+AUTO = 'auto'  # the form in which the chat template shows calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,29 @@ class Call:
 
 Calls = tuple[Call, ...]
 Parsed = tuple[str, Calls]  # content of a turn, and its calls
+
+
+_PROBE = Call('look_up', {'query': 'rivers'})
+_PLAIN = 'The-agent-says-this'
+_FUNCTION = {
+    'name': _PROBE.name,
+    'description': 'Looks it up.',
+    'parameters': {'type': 'object', 'properties': {'query': {'type': 'string'}}},
+}
+# A call with which a chat template is tried. Mistral's wants an id of nine characters.
+PROBE_TOOL: Schema = {'type': 'function', 'function': _FUNCTION}
+PROBE_QUESTION = {'role': 'user', 'content': 'Q'}
+PROBE_TURN: dict[str, Any] = {
+    'role': 'assistant',
+    'content': '',
+    'tool_calls': [
+        {
+            'id': 'probe0001',
+            'type': 'function',
+            'function': {'name': _PROBE.name, 'arguments': dict(_PROBE.arguments)},
+        }
+    ],
+}
 
 
 class Form:
@@ -86,15 +109,33 @@ class Form:
     return '\n'.join(lines) + '\n'
 
 
-def form_name(setting: str, template: str) -> str:
-  """Returns the form of a setting. 'auto' is the form in which a chat template shows calls."""
+def form_name(setting: str, render: Callable[..., str] | None) -> str:
+  """Returns the form of a setting. 'auto' is the form in which a chat template shows calls.
+
+  `render` is Tokenizer.render.
+  """
   if setting != AUTO:
     return setting
-  if '<function=' in template and '<parameter=' in template:
-    return 'qwen_xml'
-  if _PYTHON_TAG in template and '<tool_call>' not in template:
-    return 'llama3'
-  return 'hermes'
+  turn = shown_call(render)
+  return next((name for name in FORMS if reads(name, turn)), 'hermes')
+
+
+def shown_call(render: Callable[..., str] | None) -> str:
+  """Returns the turn with a call, as a chat template shows it; '': it shows no call."""
+  if render is None:
+    return ''
+  try:
+    plain = render([PROBE_QUESTION, {'role': 'assistant', 'content': _PLAIN}])
+    called = render([PROBE_QUESTION, PROBE_TURN])
+  except Exception:  # a template may raise anything
+    return ''
+  before, _, after = plain.rpartition(_PLAIN)
+  return called.removeprefix(before).removesuffix(after) if _PROBE.name in called else ''
+
+
+def reads(name: str, turn: str) -> bool:
+  """Returns whether a form reads a `shown_call`."""
+  return make_form(name, [PROBE_TOOL]).parse(turn)[1] == (_PROBE,)
 
 
 def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:

@@ -174,6 +174,7 @@ class ToolEnv:
   frame: str | None = None  # None: 'inline' for tags, else 'tool'
   instructions: str = INSTRUCTIONS
   max_calls: int = 8  # per turn; more are rejected
+  template_shows_tools: bool = True  # False: it would ask for calls in another form
 
   @staticmethod
   def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +199,7 @@ class ToolEnv:
     self._transcript = ''
     self._counts = dict.fromkeys(_COUNTS, 0)
     info: protocol.ResetInfo = {
-        'tools': _schemas(self._tools.values()),
+        'tools': _schemas(self._tools.values()) if self.template_shows_tools else [],
         'declaration': self._form.declare(),
     }
     return search.prompt_text(self.task, 'short', self.instructions), info

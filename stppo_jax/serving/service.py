@@ -52,7 +52,7 @@ class Service:
     self.scheduler = scheduler
     self.tokenizer = tokenizer
     self.name = name
-    self.tool_form = tool_calls.form_name(tool_form, tokenizer.template)
+    self.tool_form = tool_calls.form_name(tool_form, tokenizer.render)
     self.template_kwargs = dict(template_kwargs or {})
     self._plain_logp = plain_logp
     self._grammars = grammars

@@ -5,14 +5,21 @@ next turn. No text of a message becomes a control token. An added token that is 
 Qwen3's <think>, stays a token in a turn of the assistant and in the prompt, as in
 `tokenizer.encode_prompt`. Texts of tools and users after that are plain text, as in
 `tokenizer.Framing`.
+
+What a chat template leaves out or rejects is said by a text, as in an environment: the first
+message of the user declares the tools, a call is written into its turn, and results and system
+messages are the user's.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Set
+import functools
 import itertools
 import math
 import re
 from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 
@@ -21,6 +28,7 @@ from stppo_jax.envs import tool_calls
 
 Message = Mapping[str, Any]
 _PROBE = 'The-agent-writes-this'
+_SEEN = 'The-tool-says-this'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 
 
@@ -28,9 +36,39 @@ class TooLong(ValueError):
   """A text is longer than the tokens that fit could be; it was not encoded."""
 
 
-def _as_user(message: Message) -> Message:
-  """Returns a message, of the user if it is a system message."""
-  return {**message, 'role': 'user'} if message['role'] == 'system' else message
+class _Gaps(NamedTuple):
+  """What a chat template leaves out or rejects."""
+
+  tools: bool
+  calls: bool  # in the form in which they are read
+  results: bool  # in a conversation
+  later_results: bool  # after a turn whose text is known, and not its calls
+
+
+def _with_calls(message: Message, form: tool_calls.Form) -> Message:
+  """Returns a message whose content has its calls, as the agent would have written them."""
+  message = dict(message)
+  for call in message.pop('tool_calls', None) or ():
+    function = call['function']
+    message['content'] += form.write(tool_calls.Call(function['name'], function['arguments']))
+  return message
+
+
+def _as_user(messages: Sequence[Message], rejected: Set[int]) -> list[Message]:
+  """Returns messages in which those at rejected positions are the user's.
+
+  They are joined with their neighbours of the user, because a template may want turns to alternate.
+  """
+  joined: list[Message] = []
+  is_users = lambda i: i in rejected or messages[i]['role'] == 'user'
+  for _, run in itertools.groupby(range(len(messages)), is_users):
+    positions = list(run)
+    together = [messages[i] for i in positions]
+    if not rejected.isdisjoint(positions):
+      texts = [message['content'] for message in together]
+      together = [{'role': 'user', 'content': '\n\n'.join(texts)}]
+    joined += together
+  return joined
 
 
 class Template:
@@ -60,8 +98,16 @@ class Template:
     Raises ValueError: the template refuses these messages.
     """
     if self.tokenizer.render is not None:
-      return self._encode_rendered(self._render(messages, tools))
-    inline = [self._with_calls(message, tools) for message in messages]
+      written = self.written(messages, tools)
+      return self._encode_rendered(self._render(written, tools, self._gaps.results))
+    if tools:
+      logging.log_first_n(
+          logging.WARNING,
+          'the model has no chat template: it sees the tools of a request only if a message '
+          'describes them',
+          1,
+      )
+    inline = self.written(messages, tools, declares=False)
     lengths = [len(message['content']) for message in inline]
     self._check_length(sum(lengths))
     ids: list[int] = []
@@ -80,11 +126,12 @@ class Template:
   def text(
       self, messages: Sequence[Message], tools: Sequence[Any] = (), generation_prompt: bool = True
   ) -> str:
-    """Returns the template's text of messages, for `Tokenizer.encode_marked`.
+    """Returns the template's text of `written` messages, for `Tokenizer.encode_marked`.
 
     Raises ValueError: the template refuses these messages.
     """
-    return self._render(messages, tools, add_generation_prompt=generation_prompt)
+    options = {'add_generation_prompt': generation_prompt}
+    return self._render(messages, tools, self._gaps.results, **options)
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
     """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens.
@@ -123,7 +170,7 @@ class Template:
     separate message. ValueError as in `encode`.
     """
     if self.tokenizer.render is None:
-      texts = [message['content'] for message in messages]
+      texts = [message['content'] for message in self.written(messages, tools, declares=False)]
       return self._encode_inline(rest + ''.join(texts))
     question = {'role': 'user', 'content': 'Q'}
     probe = {'role': 'assistant', 'content': _PROBE}
@@ -131,11 +178,12 @@ class Template:
       messages = [{'role': 'assistant', 'content': rest.strip()}, *messages]
     else:
       probe['content'] += rest
-    text = self._render([question, probe, *messages], tools)
-    before, separator, after = text.rpartition(_PROBE)
-    if not separator or _PROBE in before:
+    written = self.written([question, probe, *messages], tools)
+    text = self._render(written, tools, self._gaps.later_results)
+    head, separator, tail = text.rpartition(_PROBE)
+    if not separator or _PROBE in head:
       raise ValueError('the chat template does not show an assistant turn as it is')
-    ids = self._encode_rendered(after)
+    ids = self._encode_rendered(tail)
     return self.tokenizer.without_end(ids, turn)
 
   def check(self, ids: Sequence[int]) -> None:
@@ -161,42 +209,114 @@ class Template:
         f'resulted in {num_tokens} tokens. Please reduce the length of the messages.'
     )
 
-  def _with_calls(self, message: Message, tools: Sequence[Any]) -> Message:
-    """Returns a message whose content has its calls, as the agent would have written them."""
-    if not message.get('tool_calls'):
-      return message
+  def written(
+      self, messages: Sequence[Message], tools: Sequence[Any] = (), declares: bool = True
+  ) -> list[Message]:
+    """Returns messages whose texts say which tools there are and what is called.
+
+    Messages stay as they are where the template shows tools and calls. Without `declares` no
+    message says which tools there are.
+    """
+    written = list(messages)
+    declares = declares and len(tools) > 0 and self._gaps.tools
+    has_calls = any(message.get('tool_calls') for message in written)
+    if not declares and not (has_calls and self._gaps.calls):
+      return written
     form = tool_calls.make_form(self._tool_form, tools)
-    content = message['content']
-    for call in message['tool_calls']:
-      function = call['function']
-      written = tool_calls.Call(function['name'], function['arguments'])
-      content += form.write(written)
-    return {'role': message['role'], 'content': content}
+    if self._gaps.calls:
+      try:
+        written = [_with_calls(message, form) for message in written]
+      except RecursionError:
+        raise ValueError('the arguments of a call are nested too deeply') from None
+    if declares:
+      roles = [message['role'] for message in written]
+      first = roles.index('user') if 'user' in roles else 0
+      content = form.declare() + written[first]['content']
+      written[first] = {**written[first], 'content': content}
+    return written
+
+  @functools.cached_property
+  def _gaps(self) -> _Gaps:
+    """What texts must say. A template that rejects even a plain conversation has no gap.
+
+    Raises ValueError: it does not show a text.
+    """
+    if self.tokenizer.render is None:
+      return _Gaps(tools=True, calls=True, results=False, later_results=False)
+    user = tool_calls.PROBE_QUESTION
+    said = {'role': 'assistant', 'content': 'A'}
+    if not self._shows('Q', [user, said, user]):
+      if self._shows('', [user]) and not self._shows('Q', [user]):
+        raise ValueError('the chat template shows no text of a user: it may be for lists of parts')
+      return _Gaps(False, False, False, False)
+    tool = tool_calls.PROBE_TOOL
+    call = tool_calls.PROBE_TURN
+    (shown_call,) = call['tool_calls']
+    result = {'role': 'tool', 'tool_call_id': shown_call['id'], 'name': 'tool', 'content': _SEEN}
+    turn = tool_calls.shown_call(self.tokenizer.render)
+    shows_calls = tool_calls.reads(self._tool_form, turn)
+    shows_tools = self._shows(tool['function']['name'], [user], tools=[tool])
+    if turn and not shows_calls:
+      shows_tools = False  # it would ask for calls in its own form
+    shows_later = self._shows(_SEEN, [user, said, result])
+    shows_results = self._shows(_SEEN, [user, call, result]) if shows_calls else shows_later
+    gaps = _Gaps(not shows_tools, not shows_calls, not shows_results, not shows_later)
+    if any(gaps):
+      names = ', '.join(name for name, is_gap in gaps._asdict().items() if is_gap)
+      form = self._tool_form
+      logging.info('the chat template does not show %s in the form %s: texts do', names, form)
+    return gaps
+
+  def _shows(self, probe: str, messages: Sequence[Message], **options: Any) -> bool:
+    """Whether the template's text of messages has a text."""
+    assert self.tokenizer.render is not None
+    try:
+      return probe in self.tokenizer.render(messages, **options)
+    except Exception:  # a template may raise anything
+      return False
 
   def _encode_inline(self, text: str) -> list[int]:
     if not text:
       return []
     return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_tokens)
 
-  def _render(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> str:
+  def _render(
+      self, messages: Sequence[Message], tools: Sequence[Any], results_as_user: bool, **options: Any
+  ) -> str:
+    """Returns the template's text. A system message that it rejects is shown as one of the user.
+
+    Claude Code sends later ones, and Qwen3.5's template takes a first one alone. Gemma 2's takes
+    none.
+    """
     render = self.tokenizer.render
     assert render is not None
-    try:  # marking raises too, for values that are nested too deeply
-      if tools:
+    roles = [message['role'] for message in messages]
+    systems = [i for i, role in enumerate(roles) if role == 'system']
+    results = [i for i, role in enumerate(roles) if role == 'tool' and results_as_user]
+    try:  # marking raises, too, for values that are nested too deeply
+      if tools and not self._gaps.tools:
         options['tools'] = self.tokenizer.mark(tools)
       marked = self._mark_messages(messages)
-      return render(marked, **options)
-    except Exception as error:  # a template may raise anything
-      if all(message['role'] != 'system' for message in messages[1:]):
-        raise ValueError(f'the chat template rejects the messages ({error})') from error
-      # Claude Code sends such messages, and Qwen3.5's template takes a system message first alone.
-      logging.log_first_n(
-          logging.WARNING,
-          'the chat template rejects a later system message (%s): it is shown as one of the user',
-          1,
-          error,
-      )
-    return self._render([messages[0], *map(_as_user, messages[1:])], tools, **options)
+    except RecursionError as error:
+      raise ValueError(f'the chat template rejects the messages ({error})') from error
+    problems: list[Exception] = []
+    for rejected in ([], [i for i in systems if i > 0], systems):
+      if problems and not rejected:
+        continue
+      try:
+        text = render(_as_user(marked, {*results, *rejected}), **options)
+      except Exception as error:  # a template may raise anything
+        problems.append(error)
+        continue
+      if problems:
+        logging.log_first_n(
+            logging.WARNING,
+            'the chat template rejects a system message (%s): it is shown as one of the user',
+            1,
+            problems[0],
+        )
+      return text
+    raise ValueError(f'the chat template rejects the messages ({problems[0]})') from problems[0]
 
   def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
     """Marks texts that must not become a token. A template sees an agent's own </think>."""

@@ -114,7 +114,7 @@ def load_pools(config: Config) -> Pools:
   tokenizer = prepare.load_tokenizer(config, env.frame)
   shape = prepare.load_shape(config)
   tokenizer_lib.check_matches(tokenizer, shape.vocab_size)
-  tool_form = tool_calls.form_name(config.serve.tool_form, tokenizer.template)
+  tool_form = tool_calls.form_name(config.serve.tool_form, tokenizer.render)
   renderer = conversations.Renderer(
       tokenizer, config.rollout.max_observation, tool_form, tuple(env.stop_strings)
   )

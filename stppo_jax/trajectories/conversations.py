@@ -25,7 +25,6 @@ from stppo_jax import cells
 from stppo_jax import row_files
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax.envs import tool_calls
 from stppo_jax.serving import template as template_lib
 from stppo_jax.types import shown
 
@@ -273,8 +272,8 @@ class Renderer:
   def _plain(self, conversation, previous, i, episode):
     """Returns (ids before the turn, ids of the turn) without a chat template."""
     messages = conversation.messages
-    form = tool_calls.make_form(self.tool_form, conversation.tools)
-    text = _with_calls(messages[i], form)['content']
+    tools = conversation.tools
+    text = self._template.written(messages[: i + 1], tools)[i]['content']
     ids = self.tokenizer.encode(text, control=conversation.is_text)
     is_ended = bool(ids) and ids[-1] in self.tokenizer.eos_ids
     if not is_ended and not (self.stop_strings and text.endswith(self.stop_strings)):
@@ -282,11 +281,10 @@ class Renderer:
     if conversation.is_text:
       return self._template.encode_prompt(messages[0]['content']), ids
     if previous is None:
-      context = self._template.encode(_declared(messages[:i], form, conversation.tools))
+      context = self._template.encode(self._template.written(messages[:i], tools))
     else:
       turn = episode.turns[-1].tokens.tolist()
-      between = [_with_calls(message, form) for message in messages[previous[0] + 1 : i]]
-      context = self._template.encode_after(turn, between)
+      context = self._template.encode_after(turn, messages[previous[0] + 1 : i], tools)
     return context, ids
 
   def _context(self, conversation, previous, i, parts, episode):
@@ -305,16 +303,12 @@ class Renderer:
 
   def _parts(self, conversation: Conversation, i: int) -> _Parts:
     """Returns the text of the template around message i."""
-    messages = [_public(message) for message in conversation.messages[: i + 1]]
     tools = conversation.tools
-    form = tool_calls.make_form(self.tool_form, tools)
+    written = self._template.written(conversation.messages[: i + 1], tools)
+    messages = [_public(message) for message in written]
     text = functools.partial(self._template.text, tools=tools)
     message = messages[i]
     before = text(messages[:i], generation_prompt=True)
-    if tools and tools[0]['function']['name'] not in before:
-      messages = _declared(messages, form, tools)
-      message = messages[i]
-      before = text(messages[:i], generation_prompt=True)
     thought = message.pop('reasoning_content', '')
     if thought:
       shows = thought.strip() in text([*messages[:i], {**message, 'reasoning_content': thought}])
@@ -324,10 +318,6 @@ class Renderer:
         message['content'] = f'<think>\n{thought}\n</think>\n\n{message["content"]}'
     bare = text(messages[:i], generation_prompt=False)
     whole = text(messages, generation_prompt=False)
-    calls = message.get('tool_calls', ())
-    if any(call['function']['name'] not in whole[len(bare) :] for call in calls):
-      messages[i] = message = _with_calls(message, form)
-      whole = text(messages, generation_prompt=False)
     if not whole.startswith(bare) or not before.startswith(bare):
       raise ValueError('the chat template shows earlier messages otherwise after a turn')
     span = whole[len(bare) :]
@@ -387,27 +377,6 @@ def fitted(episode: types.Episode, longest: int) -> types.Episode | None:
 def _public(message):
   """Returns the fields of a message that a template reads."""
   return {name: value for name, value in message.items() if name != 'trained'}
-
-
-def _with_calls(message, form):
-  """Returns a message whose content has its calls."""
-  content = message['content']
-  for call in message.get('tool_calls', ()):
-    function = call['function']
-    content += form.write(tool_calls.Call(function['name'], function['arguments']))
-  return {'role': message['role'], 'content': content}
-
-
-def _declared(messages, form, tools):
-  """Returns messages whose first one of the user declares the tools, if there are tools."""
-  declaration = form.declare() if tools else ''
-  declared = []
-  for message in messages:
-    if declaration and message['role'] == 'user':
-      message = {**message, 'content': declaration + message['content']}
-      declaration = ''
-    declared.append(message)
-  return declared
 
 
 def _array(ids: Sequence[int]) -> np.ndarray:
