@@ -1,6 +1,7 @@
 """Token reversal: the measures, rewards and masks."""
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from research import token_reversal
 
 
-class TokenReversalTest(absltest.TestCase):
+class TokenReversalTest(parameterized.TestCase):
 
   def test_table_measures_the_mean_curve(self):
     """Seed 0 is below 1% at update 1, seed 1 at update 3. Their mean is below 1% at update 3."""
@@ -42,10 +43,15 @@ class TokenReversalTest(absltest.TestCase):
       drawn = jax.random.categorical(jax.random.fold_in(key, t), logits[:, t])
       np.testing.assert_array_equal(batch.tokens[:, 3 + t], drawn)
 
+  @parameterized.parameters(
+      token_reversal.Setting('dense', vocabulary=3, length=2, answers=4, kl_coef=0.5),
+      token_reversal.Setting(
+          'groups', 2, 2, answers=16, group_size=4, kl_coef=0.5, mask_equal=True
+      ),
+  )
   @pytest.mark.slow
-  def test_loss_gradient_is_that_of_the_policy(self):
+  def test_loss_gradient_is_that_of_the_policy(self, setting):
     """On-policy, the clipped loss has the gradient of -mean(sum(A logp)), and k3 has none."""
-    setting = token_reversal.Setting('dense', vocabulary=3, length=2, answers=4, kl_coef=0.5)
     policy = token_reversal.make_policy(setting)
     params = policy.init(jax.random.key(0), jnp.zeros((1, 4), int))
     batch, error = token_reversal.sample(params, jax.random.key(1), setting)
@@ -57,8 +63,25 @@ class TokenReversalTest(absltest.TestCase):
     gradient = jax.grad(token_reversal.loss)(params, batch, setting)
     expected = jax.grad(plain)(params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), gradient, expected)
+    self.assertGreater(max(float(abs(x).max()) for x in jax.tree.leaves(expected)), 1e-3)
     is_right = batch.tokens[:, 2:] == batch.tokens[:, 1::-1]
+    if setting.experiment == 'groups':
+      is_right = is_right.all(axis=1)
     self.assertAlmostEqual(float(error), 1 - float(is_right.mean()), places=6)
+
+  def test_later_epochs_pull_equal_groups_back(self):
+    """Groups without a spread have no gradient on-policy. Later, only the KL of whole answers."""
+    setting = token_reversal.Setting('groups', 2, 2, answers=4, group_size=2, kl_coef=0.5)
+    policy = token_reversal.make_policy(setting)
+    params = policy.init(jax.random.key(0), jnp.zeros((1, 4), int))
+    tokens = jnp.zeros((4, 4), int)
+    logp = token_reversal.answer_logp(params, tokens, setting)
+    old_logp = logp - jnp.array([[0.1, 0.2]])  # the policy has moved since: log-ratio .3
+    batch = token_reversal.Batch(tokens, old_logp, jnp.zeros((4, 2)), jnp.ones((4, 2)))
+    kl = np.exp(-0.3) - 1 + 0.3
+    self.assertAlmostEqual(float(token_reversal.loss(params, batch, setting)), 0.5 * kl, places=5)
+    masked = batch._replace(mask=jnp.zeros((4, 2)))
+    self.assertEqual(float(token_reversal.loss(params, masked, setting)), 0)
 
 
 if __name__ == '__main__':
