@@ -7,8 +7,8 @@
 The policy reads H tokens of a vocabulary of V and writes them in reverse. `dense` rewards each
 right token with 1, `sparse` and `groups` reward the whole answer with 1 if all of its tokens are
 right. The ratio, the surrogate, the aggregation, the group advantages and the KL of tokens are the
-package's functions. Each seed adds a line to research/results/token_reversal.jsonl, and seeds that have one
-are not run again. `--summary` prints the table of all lines.
+package's functions. Each seed adds a line to research/results/token_reversal.jsonl, and seeds that
+have one are not run again. `--summary` prints the table of all lines.
 
 The model is that of the authors: a pre-norm transformer of Flax linen with linen's default
 initialisation, learned positions of standard deviation .02, two layers of width 64 with two heads.
@@ -20,7 +20,7 @@ mean of the updates at which each seed falls below 1%. `--summary` prints both.
 
 `groups` has the ratio and the KL of whole answers, as the paper. It asks 32 questions of 6 tokens
 and samples 8 answers to each. The paper asks 256 questions of 8 tokens and samples 32 answers to
-each, which takes 32 times as long.
+each, which takes more than 32 times as long.
 
 Choice: the error of an update is that of its sampled answers.
 Choice: without groups, an advantage is the reward minus the mean over the batch (of its position,

@@ -470,8 +470,8 @@ def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> 
   byte_level = '"ByteLevel"' in json.dumps(parts)
   byte_of = _byte_alphabet()
   if byte_level and set().union(*ordinary) <= byte_of.keys():
-    read = lambda name: bytes(byte_of[character] for character in name)
-    read_added = str.encode
+    read: Callable[[str], bytes] = lambda name: bytes(byte_of[character] for character in name)
+    read_added: Callable[[str], bytes] = lambda name: name.encode()
   elif definition['model'].get('byte_fallback') and _FALLBACKS <= vocab.keys():
     read = read_added = _fallback_bytes
   else:
