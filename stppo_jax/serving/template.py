@@ -262,9 +262,12 @@ class Template:
     shows_results = self._shows(_SEEN, [user, call, result]) if shows_calls else shows_later
     gaps = _Gaps(not shows_tools, not shows_calls, not shows_results, not shows_later)
     if any(gaps):
-      names = ', '.join(name for name, is_gap in gaps._asdict().items() if is_gap)
-      form = self._tool_form
-      logging.info('the chat template does not show %s in the form %s: texts do', names, form)
+      names = [name.replace('_', ' ') for name, is_gap in gaps._asdict().items() if is_gap]
+      logging.info(
+          'the chat template does not show %s in the form %s: texts of the messages do',
+          ', '.join(names),
+          self._tool_form,
+      )
     return gaps
 
   def _shows(self, probe: str, messages: Sequence[Message], **options: Any) -> bool:
