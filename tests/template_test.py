@@ -31,7 +31,7 @@ REFUSE = "{{ raise_exception('no') }}"
 ALTERNATING = MESSAGES % (
     f"{{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}}{REFUSE}{{% endif %}}{TURN}"
 )
-TWO_ROLES = MESSAGES % f"{{% if m.role in ('system', 'user', 'assistant') %}}{TURN}{{% endif %}}"
+TWO_ROLES = MESSAGES % f"{{% if m.role in ('user', 'assistant') %}}{TURN}{{% endif %}}"
 OTHER_CALLS = MESSAGES % (  # as those of Mistral
     f'{TURN}{{% if m.tool_calls %}}[TOOL_CALLS]{{{{ m.tool_calls | tojson }}}}{{% endif %}}'
     '{{ tools | default([]) | tojson }}'
@@ -196,10 +196,12 @@ class TemplateTest(parameterized.TestCase):
     tokenizer = tiny_tokenizer.load(source)
     template = template_lib.Template(tokenizer, 1000)
     system = {'role': 'system', 'content': 'Be brief.'}
+    later = {'role': 'system', 'content': 'Hurry.'}
     more = {'role': 'user', 'content': 'and Spain?'}
-    text = tokenizer.decode(template.encode([system, USER, CALLED, RESULT, RESULT, more], [TOOL]))
-    said = ['Be brief.', 'Looks.', USER['content'], 'I look.', '"q": "France"']
-    positions = [text.index(part) for part in [*said, RESULT['content'], more['content']]]
+    messages = [system, USER, CALLED, RESULT, RESULT, later, more]
+    text = tokenizer.decode(template.encode(messages, [TOOL]))
+    said = ['Be brief.', 'Looks.', USER['content'], 'I look.', '"q": "France"', RESULT['content']]
+    positions = [text.index(part) for part in [*said, 'Hurry.', 'and Spain?']]
     self.assertEqual(positions, sorted(positions))
     self.assertEqual(text.count(RESULT['content']), 2)
     after = template.encode_after(tokenizer.encode('I look.'), [RESULT, RESULT, more], [TOOL])

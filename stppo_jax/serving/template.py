@@ -37,12 +37,22 @@ class TooLong(ValueError):
 
 
 class _Gaps(NamedTuple):
-  """What a chat template leaves out or rejects."""
+  """What a chat template leaves out or rejects, so that texts of the messages must say it."""
 
-  tools: bool
-  calls: bool  # in the form in which they are read
-  results: bool  # in a conversation
-  later_results: bool  # after a turn whose text is known, and not its calls
+  tools: bool = False
+  calls: bool = False  # in the form in which they are read
+  results: bool = False  # in a conversation
+  later_results: bool = False  # after a turn whose text is known, and not its calls
+  first_system: bool = False
+  later_system: bool = False
+
+  def includes(self, message: Message, position: int, after_turn: bool) -> bool:
+    """Returns whether a message is a result or a system message that the template does not show."""
+    if message['role'] == 'tool':
+      return self.later_results if after_turn else self.results
+    if message['role'] == 'system':
+      return self.later_system if position else self.first_system
+    return False
 
 
 def _with_calls(message: Message, form: tool_calls.Form) -> Message:
@@ -54,17 +64,17 @@ def _with_calls(message: Message, form: tool_calls.Form) -> Message:
   return message
 
 
-def _as_user(messages: Sequence[Message], rejected: Set[int]) -> list[Message]:
-  """Returns messages in which those at rejected positions are the user's.
+def _as_user(messages: Sequence[Message], hidden: Set[int]) -> list[Message]:
+  """Returns messages in which those at hidden positions are the user's.
 
   They are joined with their neighbours of the user, because a template may want turns to alternate.
   """
   joined: list[Message] = []
-  is_users = lambda i: i in rejected or messages[i]['role'] == 'user'
+  is_users = lambda i: i in hidden or messages[i]['role'] == 'user'
   for _, run in itertools.groupby(range(len(messages)), is_users):
     positions = list(run)
     together = [messages[i] for i in positions]
-    if not rejected.isdisjoint(positions):
+    if not hidden.isdisjoint(positions):
       texts = [message['content'] for message in together]
       together = [{'role': 'user', 'content': '\n\n'.join(texts)}]
     joined += together
@@ -99,7 +109,7 @@ class Template:
     """
     if self.tokenizer.render is not None:
       written = self.written(messages, tools)
-      return self._encode_rendered(self._render(written, tools, self._gaps.results))
+      return self._encode_rendered(self._render(written, tools))
     if tools:
       logging.log_first_n(
           logging.WARNING,
@@ -130,8 +140,7 @@ class Template:
 
     Raises ValueError: the template refuses these messages.
     """
-    options = {'add_generation_prompt': generation_prompt}
-    return self._render(messages, tools, self._gaps.results, **options)
+    return self._render(messages, tools, add_generation_prompt=generation_prompt)
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
     """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens.
@@ -179,7 +188,7 @@ class Template:
     else:
       probe['content'] += rest
     written = self.written([question, probe, *messages], tools)
-    text = self._render(written, tools, self._gaps.later_results)
+    text = self._render(written, tools, after_turn=True)
     head, separator, tail = text.rpartition(_PROBE)
     if not separator or _PROBE in head:
       raise ValueError('the chat template does not show an assistant turn as it is')
@@ -242,25 +251,31 @@ class Template:
     Raises ValueError: it does not show a text.
     """
     if self.tokenizer.render is None:
-      return _Gaps(tools=True, calls=True, results=False, later_results=False)
+      return _Gaps(tools=True, calls=True)
     user = tool_calls.PROBE_QUESTION
     said = {'role': 'assistant', 'content': 'A'}
     if not self._shows('Q', [user, said, user]):
       if self._shows('', [user]) and not self._shows('Q', [user]):
         raise ValueError('the chat template shows no text of a user: it may be for lists of parts')
-      return _Gaps(False, False, False, False)
+      return _Gaps()
     tool = tool_calls.PROBE_TOOL
     call = tool_calls.PROBE_TURN
     (shown_call,) = call['tool_calls']
     result = {'role': 'tool', 'tool_call_id': shown_call['id'], 'name': 'tool', 'content': _SEEN}
+    system = {'role': 'system', 'content': _SEEN}
     turn = tool_calls.shown_call(self.tokenizer.render)
     shows_calls = tool_calls.reads(self._tool_form, turn)
     shows_tools = self._shows(tool['function']['name'], [user], tools=[tool])
     if turn and not shows_calls:
       shows_tools = False  # it would ask for calls in its own form
-    shows_later = self._shows(_SEEN, [user, said, result])
-    shows_results = self._shows(_SEEN, [user, call, result]) if shows_calls else shows_later
-    gaps = _Gaps(not shows_tools, not shows_calls, not shows_results, not shows_later)
+    gaps = _Gaps(
+        tools=not shows_tools,
+        calls=not shows_calls,
+        results=not self._shows(_SEEN, [user, call if shows_calls else said, result]),
+        later_results=not self._shows(_SEEN, [user, said, result]),
+        first_system=not self._shows(_SEEN, [system, user]),
+        later_system=not self._shows(_SEEN, [user, said, system, user]),
+    )
     if any(gaps):
       names = [name.replace('_', ' ') for name, is_gap in gaps._asdict().items() if is_gap]
       logging.info(
@@ -284,42 +299,24 @@ class Template:
     return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_tokens)
 
   def _render(
-      self, messages: Sequence[Message], tools: Sequence[Any], results_as_user: bool, **options: Any
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Any],
+      after_turn: bool = False,
+      **options: Any,
   ) -> str:
-    """Returns the template's text. A system message that it rejects is shown as one of the user.
-
-    Claude Code sends later ones, and Qwen3.5's template takes a first one alone. Gemma 2's takes
-    none.
-    """
+    """Returns the template's text. What it would not show is the user's."""
     render = self.tokenizer.render
     assert render is not None
-    roles = [message['role'] for message in messages]
-    systems = [i for i, role in enumerate(roles) if role == 'system']
-    results = [i for i, role in enumerate(roles) if role == 'tool' and results_as_user]
+    gaps = self._gaps
+    hidden = {i for i, message in enumerate(messages) if gaps.includes(message, i, after_turn)}
     try:  # marking raises, too, for values that are nested too deeply
-      if tools and not self._gaps.tools:
+      if tools and not gaps.tools:
         options['tools'] = self.tokenizer.mark(tools)
       marked = self._mark_messages(messages)
-    except RecursionError as error:
+      return render(_as_user(marked, hidden), **options)
+    except Exception as error:  # a template may raise anything
       raise ValueError(f'the chat template rejects the messages ({error})') from error
-    problems: list[Exception] = []
-    for rejected in ([], [i for i in systems if i > 0], systems):
-      if problems and not rejected:
-        continue
-      try:
-        text = render(_as_user(marked, {*results, *rejected}), **options)
-      except Exception as error:  # a template may raise anything
-        problems.append(error)
-        continue
-      if problems:
-        logging.log_first_n(
-            logging.WARNING,
-            'the chat template rejects a system message (%s): it is shown as one of the user',
-            1,
-            problems[0],
-        )
-      return text
-    raise ValueError(f'the chat template rejects the messages ({problems[0]})') from problems[0]
 
   def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
     """Marks texts that must not become a token. A template sees an agent's own </think>."""
