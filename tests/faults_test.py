@@ -183,19 +183,28 @@ class ProcessTest(FaultCase):
 
 class StopTest(FaultCase):
 
-  def test_sigterm_without_state_ends_at_once(self):
+  @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+  def test_signal_without_state_ends_at_once(self, number):
     """While weights are loaded, say; from the first question of the loop on the loop decides."""
     with signals.handled() as stop_signal:
       with self.assertRaises(Stopped):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(60)
       self.assertTrue(stop_signal.is_set())
     with signals.handled() as stop_signal:
       self.assertFalse(stop_signal.is_set())
-      os.kill(os.getpid(), signal.SIGTERM)
+      os.kill(os.getpid(), number)
       self.assertTrue(stop_signal.is_set())
     with mock.patch.object(entry, '_run', side_effect=Stopped):
       self.assertEqual(entry.run(['run.py']), 0)
+
+  @parameterized.parameters(signal.SIGHUP, signal.SIGUSR1)
+  def test_ignored_signal_stays_ignored(self, number):
+    """As SIGHUP under nohup."""
+    self.addCleanup(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+    with signals.handled() as stop_signal:
+      os.kill(os.getpid(), number)
+      self.assertFalse(stop_signal.is_set())
 
 
 class DiskTest(FaultCase):

@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do to a running command."""
+"""What SIGTERM, its kin and Ctrl-C do to a running command."""
 
 from collections.abc import Iterator
 import contextlib
@@ -13,7 +13,9 @@ from stppo_jax.stop_signal import StopSignal
 
 @contextlib.contextmanager
 def handled() -> Iterator[StopSignal]:
-  """Yields the signal that SIGTERM sets.
+  """Yields the signal that SIGTERM sets, as do SIGHUP and SIGUSR1 unless somebody handles them.
+
+  SIGHUP says that the terminal is closed; `nohup` ignores it. SLURM is often told to send SIGUSR1.
 
   After a Ctrl-C, Python raises KeyboardInterrupt in the code that is running. The callback of a
   library may swallow the exception, so `is_set` raises it again. Before the first call of `is_set`
@@ -54,6 +56,9 @@ def handled() -> Iterator[StopSignal]:
       previous_hook(unraisable)
 
   handlers = {signal.SIGTERM: on_sigterm, signal.SIGINT: on_sigint}
+  for number in (signal.SIGHUP, signal.SIGUSR1):
+    if signal.getsignal(number) is signal.SIG_DFL:
+      handlers[number] = on_sigterm
   sys.unraisablehook = report_unraisable
   previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
   try:
