@@ -8,7 +8,9 @@ is read for its passages alone.
 import base64
 import binascii
 from collections.abc import Iterator
+from collections.abc import Mapping
 import hashlib
+import itertools
 import pathlib
 import re
 import string
@@ -22,7 +24,18 @@ from stppo_jax.row_files import FileRow
 from stppo_jax.types import shown
 
 # The first column of each kind that a row has counts.
-_QUESTIONS = ('question', 'Question', 'QUESTION', 'problem', 'query', 'Prompt', 'question_stem')
+_QUESTIONS = (
+    'question',
+    'Question',
+    'QUESTION',
+    'problem',
+    'Problem',
+    'query',
+    'Prompt',
+    'question_stem',
+    'question_text',
+)
+_BEFORE = ('body', 'Body', 'narrative', 'premise', 'puzzle')  # A text that the question is about.
 _IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
 _ANSWERS = (
     'golden_answers',
@@ -31,6 +44,7 @@ _ANSWERS = (
     'final_answer',
     'reference_answer',
     'expected_answer',
+    'answer_number',
     'possible_answers',
     'answers',
     'answer',
@@ -38,27 +52,38 @@ _ANSWERS = (
     'Final answer',
     'Correct Answer',
     'correct_answer',
+    'correct_answers',
+    'best_answer',
     'final_decision',
 )
-_OPTIONS = ('options', 'choices')
-_LETTERS = ('answer_idx', 'answerKey', 'answer_index')
+_OPTIONS = ('options', 'choices', 'Options', 'Choices')
+_LETTERS = ('answer_idx', 'answerKey', 'answer_index', 'correct_answer_num', 'correct_option')
 _OTHER_LETTERS = ('label', 'correct')  # These may also mean something else.
-_OPTION_COLUMNS = ('opa', 'opb', 'opc', 'opd', 'ope')
-_PASSAGES = ('context', 'paragraphs', 'CONTEXTS', 'passage')
+# The options of a row may have a column each: opa, opb, ..; A, B, ..; option_0, option_1, ..
+_OPTION_COLUMNS = tuple(
+    tuple(prefix + last for last in lasts)
+    for prefix in ('', 'op', 'option', 'option_', 'Option ', 'choice', 'answer', 'mc_answer')
+    for lasts in ('ABCDEFGHIJ', 'abcdefghij', '0123456789', '123456789')
+    if prefix or lasts.isupper()
+)
+_PASSAGES = ('context', 'paragraphs', 'CONTEXTS', 'passage', 'article', 'flores_passage')
+_IMAGES = ('images', 'image', 'image_1', 'Picture')
 _OTHERS = (
-    'answer_aliases answerable cop data_source dataset extra_info file_name image images '
-    'is_impossible messages metadata prompt question_decomposition reward_model reward_spec split '
-    'supporting_facts title'
+    'answer_aliases answerable cop correct_answer_id data_source dataset extra_info file_name '
+    'is_impossible messages metadata prompt question_decomposition question_type reward_model '
+    'reward_spec split supporting_facts title'
 ).split()
 COLUMNS = (
     *_QUESTIONS,
+    *_BEFORE,
     *_IDS,
     *_ANSWERS,
     *_OPTIONS,
     *_LETTERS,
     *_OTHER_LETTERS,
-    *_OPTION_COLUMNS,
+    *itertools.chain.from_iterable(_OPTION_COLUMNS),
     *_PASSAGES,
+    *_IMAGES,
     *_OTHERS,
 )
 _DECISIONS = ('yes', 'no', 'maybe')
@@ -78,6 +103,10 @@ class Question(NamedTuple):
 
 class Unanswerable(Exception):
   """A row has no answer. The message names its column."""
+
+
+class _UnclearNumber(ValueError):
+  """The number of an option may count from 0 or from 1."""
 
 
 SPLITS = ('train', 'dev', 'test')
@@ -133,6 +162,14 @@ def _first_option(path: pathlib.Path) -> int:
   return first
 
 
+def _whole(value):
+  """Returns a whole number that may be written as a text, or None."""
+  if isinstance(value, str):
+    value = int(value) if value.strip().isdecimal() else None
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  return int(value) if is_number and float(value).is_integer() else None
+
+
 def _option_number(fields):
   number = fields.get('cop')
   try:
@@ -151,6 +188,8 @@ class SetReader:
   def __init__(self, path: pathlib.Path):
     self._path = path
     self._first_option: int | None = None  # None: it is not known yet
+    self._first_numbers: dict[str, int | None] = {}  # by column, of options in columns
+    self._are_labels_truths: bool | None = None  # None: it is not known yet
 
   def is_question(self, row: FileRow) -> bool:
     """Returns whether a row has a question, and is no passage of a corpus."""
@@ -226,11 +265,14 @@ class SetReader:
     if fields.get('answerable') is False or fields.get('is_impossible') is True:
       name = 'answerable' if fields.get('answerable') is False else 'is_impossible'
       raise Unanswerable(f'column {name!r} is {fields[name]!r}')
-    options, name = _options(fields)
-    if options:
-      letter = self._letter(fields, options, name)
+    options, name, columns = _options(fields)
+    letter = self._letter(fields, options, name, columns) if options else ''
+    if letter:
       return tuple(sorted(options.items())), letter, (options[letter],)
+    _check_is_no_choice(fields)
     name, value = _first(fields, _ANSWERS)
+    if name and self._is_wrong(fields):
+      raise Unanswerable("column 'label' is 0, as of a wrong answer")
     if not name:
       names = [column for column in ('reward_model', *_ANSWERS) if column in fields]
       if names:
@@ -241,12 +283,13 @@ class SetReader:
       )
     if isinstance(value, bool):
       return _choice(_TRUTHS, 'yes' if value else 'no')
-    if name == 'Final answer' and value == '?':  # GAIA's test set
-      raise Unanswerable("column 'Final answer' is '?'")
+    if _is_none(fields, name, value):
+      raise Unanswerable(f'column {name!r} is {value!r}')
     answers = _answers(name, value)
     for alias in _texts('answer_aliases', fields.get('answer_aliases') or []):
       answers.append(alias)
     answers = [answer.strip() for answer in answers if answer.strip()]
+    answers += filter(None, map(_bare_number, answers))
     if not answers:
       column = name if cells.is_null(fields.get('reward_model')) else 'reward_model'
       raise Unanswerable(f'column {column!r} has the answers {shown(value)}')
@@ -259,8 +302,53 @@ class SetReader:
       return _choice(_DECISIONS, unique[0].lower())
     return (), '', unique
 
-  def _letter(self, fields, options, options_name):
-    """Returns the letter of the right option."""
+  def _is_wrong(self, fields):
+    """Returns whether a label says that the answer is wrong, as in WikiQA and MultiRC.
+
+    In such a file some question has answers with the labels 0 and 1.
+    """
+    if _whole(fields.get('label')) != 0:
+      return False
+    if self._are_labels_truths is None:
+      questions = {0: set(), 1: set()}
+      for row in row_files.read(self._path, (*_QUESTIONS, 'label')):
+        label = _whole(row.fields.get('label'))
+        questions.setdefault(label, set()).add(_first(row.fields, _QUESTIONS)[1])
+      self._are_labels_truths = bool(questions[0] & questions[1])
+    return self._are_labels_truths
+
+  def _by_number(self, name, number, options, columns):
+    """Returns the letter of the option with a number, where each option has a column.
+
+    Sets count from 0 (INCLUDE) or from 1 (KMMLU, Belebele). The numbers of the column decide. If it
+    holds anything else, a number in it is the text of an option.
+    """
+    letters = sorted(options)
+    if name not in self._first_numbers:
+      numbers = set()
+      most = 0
+      for row in row_files.read(self._path, (name, *columns)):
+        most = max(most, sum(not cells.is_null(row.fields.get(column)) for column in columns))
+        if not cells.is_null(row.fields.get(name)):
+          numbers.add(_whole(row.fields[name]))
+      first = None
+      if numbers <= set(range(most + 1)):
+        first = 0 if 0 in numbers else 1
+        if not numbers & {0, most}:
+          raise _UnclearNumber(
+              f'column {name!r} is {number}, and no row tells whether options count from 0 or '
+              'from 1: write letters'
+          )
+      self._first_numbers[name] = first
+    first = self._first_numbers[name]
+    if first is None:
+      return next((letter for letter in letters if options[letter] == str(number)), None)
+    if not 0 <= number - first < len(letters):
+      raise ValueError(f'column {name!r} is {number}: there are {len(letters)} options')
+    return letters[number - first]
+
+  def _letter(self, fields, options, options_name, columns):
+    """Returns the letter of the right option; None: the columns are no options after all."""
     if not cells.is_null(fields.get('cop')):
       if self._first_option is None:  # a second pass over the file, a table of short rows
         self._first_option = _first_option(self._path)
@@ -273,6 +361,7 @@ class SetReader:
         raise ValueError(f"column 'cop' is {number}: there are {len(letters)} options")
       return letters[position]
     named: dict[str, str] = {}  # letters by the column that names them
+    unclear = None
     for name in (*_LETTERS, *_ANSWERS, *_OTHER_LETTERS):
       if named and name in _OTHER_LETTERS:
         break
@@ -283,7 +372,15 @@ class SetReader:
         value = value[0]
       if cells.is_null(value) or value == '' or value == []:
         continue
-      letter = _option(value, options)
+      number = _whole(value) if columns else None
+      if number is None:
+        letter = _option(value, options)
+      else:
+        try:
+          letter = self._by_number(name, number, options, columns)
+        except _UnclearNumber as error:
+          unclear = unclear or error
+          continue
       if letter is None and name in _LETTERS:
         raise ValueError(
             f'column {name!r} is {shown(value)}: the letter or number of one of '
@@ -298,9 +395,15 @@ class SetReader:
           f'{named[second]}: correct one of them'
       )
     if not named:
+      if unclear:
+        raise unclear
       name, value = _first(fields, (*_LETTERS, *_ANSWERS))
       if not name:
         raise Unanswerable(f'column {options_name!r} has no right option')
+      if isinstance(value, str) and len(value) > 1 and set(value) <= options.keys():
+        raise Unanswerable(f'column {name!r} is {value!r}, which are several options')
+      if columns and not re.fullmatch('[A-Za-z]', str(value).strip()):
+        return None
       raise ValueError(
           f'column {name!r} is {shown(value)}: none of the {len(options)} {options_name} of the row'
       )
@@ -378,10 +481,56 @@ def _name(fields, names):
   return ''
 
 
+def _check_is_no_choice(fields):
+  """Raises ValueError for options in the column `answers`, as in ReClor and QuAIL."""
+  answers = fields.get('answers')
+  for name in ('label', 'correct_answer_id'):
+    number = _whole(fields.get(name))
+    if isinstance(answers, list) and number in range(len(answers)) and len(answers) > 1:
+      raise ValueError(
+          f"column 'answers' has {len(answers)} texts, and column {name!r} is {number}: rename "
+          f"'answers' to 'options' if only one of them is right, or else leave out {name!r}"
+      )
+
+
+def is_other_set(fields: Mapping[str, Any]) -> bool:
+  """Returns whether a row with `answers` is one of a published set, and not of our own files."""
+  has_query = cells.is_null(fields.get('question')) and not cells.is_null(fields.get('query'))
+  try:
+    if has_query or _passages(fields)[0]:
+      return True
+  except ValueError:  # the column means something else
+    pass
+  try:
+    _check_is_no_choice(fields)
+  except ValueError:
+    return True
+  return False
+
+
+def _is_none(fields, name, value):
+  """Returns whether a text says that there is no answer."""
+  if value == ['No Answer Present.']:  # MS MARCO
+    return True
+  if name == 'Final answer':  # GAIA's test set
+    return value == '?'
+  return 'question_type' in fields and value in ('proof', 'notfound')  # NuminaMath 1.5
+
+
+def _bare_number(text):
+  """Returns the number of '42.0', '042' and '9 (apples)' as '42', '42' and '9', or None."""
+  found = re.fullmatch(r'(-?)0*([0-9][0-9,]*)(\.[0-9]+)?( \([^()]+\))?', text)
+  if not found:
+    return None
+  sign, whole, fraction, _ = found.groups('')
+  number = sign + whole + (fraction if fraction.strip('.0') else '')
+  return number if number != text else None
+
+
 def _check_is_text(fields):
   """Raises Unanswerable for a question about an image or a file."""
   is_gaia = 'Final answer' in fields  # elsewhere the column says where a row comes from
-  for name in ('images', 'image', 'file_name'):
+  for name in (*_IMAGES, 'file_name'):
     is_about = name != 'file_name' or is_gaia
     if is_about and not cells.is_null(fields.get(name)) and fields[name]:
       kind = 'names a file' if name == 'file_name' else 'holds an image'
@@ -396,7 +545,11 @@ def _question(fields):
       raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
     if not value.strip():
       raise ValueError(f'column {name!r} is empty: a text is needed')
-    return _readable(name, value.strip())
+    text = _readable(name, value.strip())
+    _, before = _first(fields, _BEFORE)
+    if isinstance(before, str) and before.strip() and text not in before:
+      text = f'{before.strip()}\n{text}'
+    return text
   name, value = _first(fields, ('prompt', 'messages'))
   if not name and 'prompt' not in fields:
     raise ValueError(
@@ -496,6 +649,12 @@ def _of_dict(name, value):
   """Returns the answers in a dict: those of Search-R1, TriviaQA and SQuAD."""
   answers = []
   keys = [key for key in (*_DICT_KEYS, *_ALIASES) if not cells.is_null(value.get(key))]
+  others = cells.without_nulls(value).keys() - {*_DICT_KEYS, *_ALIASES, *_NORMALIZED}
+  if name == 'ground_truth' and _whole(value.get('target')) is not None and others:  # Countdown
+    raise ValueError(
+        f'column {name!r} has the keys {cells.listed(sorted(value))}: a number as target beside '
+        'other keys is no answer. For a reward of your own, write the dict as a JSON text'
+    )
   for key in keys or [key for key in _NORMALIZED if value.get(key)]:
     answers += _texts(f'{name}.{key}', value[key])
   if not keys and not answers and not any(key in value for key in (*_DICT_KEYS, *_ALIASES)):
@@ -535,14 +694,18 @@ def _choice(texts, right):
 
 
 def _options(fields):
-  """Returns ({letter: text}, the name of the column) of multiple choice; ({}, ''): it is none."""
-  columns = [name for name in _OPTION_COLUMNS if not cells.is_null(fields.get(name))]
-  if 'opa' in columns:
-    texts = [_option_text(name, fields[name]) for name in columns]
-    return dict(zip(_LETTER, texts)), 'options opa, opb, ..'
+  """Returns ({letter: text}, the name of the column, the columns if each option has one).
+
+  Without a choice, the dict is empty.
+  """
   name, value = _first(fields, _OPTIONS)
   if not name:
-    return {}, ''
+    for family in _OPTION_COLUMNS:
+      columns = [column for column in family if not cells.is_null(fields.get(column))]
+      if columns[:2] == list(family[:2]):
+        texts = [_option_text(column, fields[column]) for column in columns]
+        return dict(zip(_LETTER, texts)), f'options {columns[0]}, {columns[1]}, ..', family
+    return {}, '', ()
   if isinstance(value, str):
     value = cells.parsed(value)
   if isinstance(value, dict) and isinstance(value.get('text'), list):  # ARC
@@ -558,7 +721,7 @@ def _options(fields):
   if not isinstance(value, dict):
     raise ValueError(f'column {name!r} is {shown(value)}: a dict or a list of texts is needed')
   present = {key: text for key, text in value.items() if not cells.is_null(text)}
-  return {str(key): _option_text(name, text) for key, text in present.items()}, name
+  return {str(key): _option_text(name, text) for key, text in present.items()}, name, ()
 
 
 def _option_text(name, value):
@@ -585,8 +748,8 @@ def _option(value, options):
   for letter in letters:
     if letter.lower() == bare.lower():
       return letter
-  if text.lower() in _OPTION_COLUMNS:
-    position = _OPTION_COLUMNS.index(text.lower())
+  if re.fullmatch('op[a-e]', text.lower()):  # MedMCQA
+    position = 'abcde'.index(text.lower()[-1])
     return letters[position] if position < len(letters) else None
   by_text = [letter for letter in letters if options[letter] == text]
   if by_text:
@@ -615,7 +778,7 @@ def _passages(fields):
   name, value = _first(fields, _PASSAGES)
   if not value:
     return [], []
-  if isinstance(value, str) and name in ('context', 'passage'):
+  if isinstance(value, str) and name not in ('paragraphs', 'CONTEXTS'):
     parsed = cells.parsed(value)
     if isinstance(parsed, str):  # SQuAD, BoolQ
       title = fields.get('title')

@@ -1,4 +1,4 @@
-"""Rows of files as people publish them: JSON, JSON lines, Parquet, CSV and TSV, also with gzip.
+"""Rows of files as people publish them: JSON, JSON lines, Parquet, Arrow, CSV and TSV, with gzip.
 
 A row is a dict of plain Python values. The columns of a row are read elsewhere. The contents of a
 JSON file, and not its name, decide whether it holds lines, an array or a single object.
@@ -21,10 +21,10 @@ from absl import logging
 
 from stppo_jax import types
 
-SUFFIXES = ('.jsonl', '.json', '.ndjson', '.parquet', '.csv', '.tsv')
+SUFFIXES = ('.jsonl', '.json', '.ndjson', '.parquet', '.arrow', '.csv', '.tsv')
 # Files of a folder that hold no rows: those of the Hugging Face hub, of packages and of models.
 _NO_ROWS = re.compile(
-    r'((dataset_infos?|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+|metadata\.json)'
+    r'((dataset_infos?|dataset_dict|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+|metadata\.json)'
     r'(\.gz)?'
 )
 
@@ -61,10 +61,12 @@ def read(path: pathlib.Path, columns: Sequence[str] = ()) -> Iterator[FileRow]:
   Of a Parquet file only these columns are read, if any are given.
   """
   suffix = _suffix(path)
-  if suffix == '.parquet':
+  if suffix in ('.parquet', '.arrow'):
     from stppo_jax import row_tables
 
-    for number, fields in enumerate(row_tables.parquet(path, columns), start=1):
+    is_arrow = suffix == '.arrow'
+    rows = row_tables.arrow(path) if is_arrow else row_tables.parquet(path, columns)
+    for number, fields in enumerate(rows, start=1):
       yield FileRow(path, number, fields)
   elif suffix in ('.csv', '.tsv'):
     from stppo_jax import row_tables

@@ -1,9 +1,11 @@
-"""Rows of tables: Parquet, CSV and TSV."""
+"""Rows of tables: Parquet, Arrow, CSV and TSV."""
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import csv
 import io
+import itertools
 import pathlib
 from typing import Any
 from typing import BinaryIO
@@ -31,22 +33,82 @@ def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, An
     raise types.UserError(f'{path}: not a whole parquet file ({reason}).') from None
 
 
+def arrow(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields the rows of a file of `Dataset.save_to_disk`. UserError: it cannot be read."""
+  pyarrow = _pyarrow(path)
+  try:
+    with pyarrow.ipc.open_stream(path) as batches:
+      for batch in batches:
+        yield from batch.to_pylist(maps_as_pydicts='strict')
+  except (pyarrow.ArrowException, OSError, KeyError) as error:
+    reason = str(error).splitlines()[0]
+    raise types.UserError(f'{path}: not a whole file of Dataset.save_to_disk ({reason}).') from None
+
+
 def text(file: BinaryIO, delimiter: str) -> Iterator[dict[str, str | None]]:
-  """Yields the rows of a text with a line of columns. ValueError: a row that is none."""
+  """Yields the rows of a text with a line of columns. ValueError: a row that is none.
+
+  A file with tabs may have no such line, if its first cells are numbers (ColBERT, MS MARCO): its
+  columns are `id`, `text` and perhaps `title`.
+  """
   csv.field_size_limit(2**31 - 1)
   lines = io.TextIOWrapper(file, encoding='utf-8-sig', newline='')
-  reader = csv.DictReader(lines, delimiter=delimiter)
+  rows = _tab_rows(lines) if delimiter == '\t' else csv.reader(lines)
+  names: list[str] | None = None
   while True:
     try:
-      row = next(reader, None)
+      row = next(rows, None)
     except (csv.Error, UnicodeDecodeError) as error:
       raise ValueError(f'not a table in UTF-8 ({error})') from error
     if row is None:
       return
-    if None in row:
-      names = cells.listed(reader.fieldnames or ())
-      raise ValueError(f'more cells than the first line has columns ({names})')
-    yield {name: _cell(value) for name, value in row.items()}
+    if not row:
+      continue
+    if names is None:
+      if delimiter != '\t' or not row[0].isdecimal() or len(row) not in (2, 3):
+        names = row
+        continue
+      names = ['id', 'text', 'title'][: len(row)]
+    if len(row) > len(names):
+      raise ValueError(f'more cells than the first line has columns ({cells.listed(names)})')
+    padded = row + [''] * (len(names) - len(row))
+    yield {name: _cell(value) for name, value in zip(names, padded)}
+
+
+def _tab_rows(lines: Iterable[str]) -> Iterator[list[str]]:
+  """Yields the cells of the rows of a text with tabs, in which quotes may be plain characters.
+
+  A line whose quotes do not fit is a row without quoting if it and the next line have all cells.
+  Otherwise it begins a row with line ends in quotes, as csv reads it.
+  """
+  width = 0
+  pending = ''
+  for line in itertools.chain(lines, ('',)):
+    row = _quoted(pending + line, width)
+    is_whole = line.count('\t') + 1 == width
+    if pending and (not line or is_whole and (pending.count('\t') + 1 == width or row is None)):
+      for earlier in pending.splitlines():
+        yield earlier.split('\t')
+      pending = ''
+      row = _quoted(line, width)
+    if row is None and width:
+      pending += line
+      continue
+    pending = ''
+    row = line.rstrip('\r\n').split('\t') if row is None else row
+    width = width or len(row)
+    yield row
+
+
+def _quoted(text: str, width: int) -> list[str] | None:
+  """Returns the cells of a row whose quotes fit, or None. A `width` of 0 is not known yet."""
+  if '"' not in text:
+    return text.rstrip('\r\n').split('\t') if text.strip('\r\n') else []
+  try:
+    (row,) = csv.reader([text], delimiter='\t', strict=True)
+  except (csv.Error, ValueError):
+    return None
+  return row if not width or len(row) <= width else None
 
 
 def _cell(text: str | None) -> str | None:
@@ -54,13 +116,22 @@ def _cell(text: str | None) -> str | None:
 
 
 def _parquet_file(path: pathlib.Path) -> Any:
-  try:
-    import pyarrow
-    from pyarrow import parquet
-  except ModuleNotFoundError as error:
-    raise types.UserError(f'{path}: a .parquet file needs pyarrow: pip install pyarrow') from error
+  pyarrow = _pyarrow(path)
+  from pyarrow import parquet
+
   try:
     return parquet.ParquetFile(path)
   except (pyarrow.ArrowException, OSError) as error:
     reason = str(error).splitlines()[0]
     raise types.UserError(f'{path}: not a parquet file ({reason}).') from None
+
+
+def _pyarrow(path: pathlib.Path) -> Any:
+  try:
+    import pyarrow
+    import pyarrow.ipc
+  except ModuleNotFoundError as error:
+    raise types.UserError(
+        f'{path}: a {path.suffix} file needs pyarrow: pip install pyarrow'
+    ) from error
+  return pyarrow

@@ -30,7 +30,11 @@ _DOWNLOAD = (
     ' `hf download --repo-type dataset PeterJinGo/nq_hotpotqa_train --local-dir=data` downloads '
     "Search-R1's train.parquet and test.parquet."
 )
-_OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'contents', 'text')
+_PASSAGE_IDS = ('id', '_id', 'id_', 'pid', 'passage_id', 'docid', 'doc_id')
+_PASSAGE_TEXTS = ('text', 'content', 'contents', 'page_content', 'passage', 'segment', 'body')
+_OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'title', 'wikipedia_title', 'meta')
+# Beside `answers`, these may make a row one of a published set.
+_OTHER_COLUMNS = ('query', 'context', 'paragraphs', 'passage', 'label', 'correct_answer_id')
 _CORPUS = 'corpus'  # the stem of a folder's file of passages
 # A split in the name of a file: train-00000-of-00002.parquet, hotpot_dev_distractor_v1.json.
 _SPLIT_IN_NAME = re.compile(r'(?<![a-z])(train|dev|validation|valid|val|test)(?![a-z])')
@@ -169,6 +173,7 @@ def load_corpus(source: str) -> list[types.Passage]:
   passages: dict[str, types.Passage] = {}
   num_of_questions = 0
   num_questions = 0
+  empty: list[str] = []
   for path in paths or _question_paths(source):
     for row, of_questions in _passage_rows(path):
       if of_questions is not None:
@@ -177,10 +182,15 @@ def load_corpus(source: str) -> list[types.Passage]:
         passages |= {passage.id: passage for passage in of_questions}
         continue
       with row_files.explain(path, row.number):
-        passage = _passage(row.fields)
+        passage = _passage(row)
+        if passage is None:
+          empty.append(f'{path}:{row.number}')
+          continue
         if passage.id in passages:
           raise ValueError(f"field 'id' is {passage.id!r} a second time: ids must be unique")
       passages[passage.id] = passage
+  if empty:
+    row_files.log_once(f'{len(empty)} passages without a text are left out: {empty[0]}')
   if num_of_questions:
     row_files.log_once(
         f'searches find the {len(passages)} passages that come with the {num_questions} questions '
@@ -336,13 +346,18 @@ def _checked(path: pathlib.Path) -> pathlib.Path:
   return path
 
 
+def _split_in(name: str) -> str:
+  """Returns the split that the name of a file or folder says, or ''."""
+  names = {*_SPLIT_IN_NAME.findall(name.lower())}
+  return names.pop() if len(names) == 1 else ''
+
+
 def _splits_of_names(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
-  """Returns the splits that the names of several files say, if these differ."""
-  splits = {}
-  for path in paths:
-    names = {*_SPLIT_IN_NAME.findall(path.name.lower())}
-    if len(names) == 1:
-      splits[path] = names.pop()
+  """Returns the splits that the names of several files, or of their folders, say if they differ."""
+  splits = {path: _split_in(path.name) for path in paths}
+  if not any(splits.values()):  # the Parquet files that the hub converts: train/0000.parquet
+    splits = {path: _split_in(path.parent.name) for path in paths}
+  splits = {path: split for path, split in splits.items() if split}
   if len({_OTHER_NAMES.get(name, name) for name in splits.values()}) < 2:
     return {}
   row_files.log_once(
@@ -393,7 +408,7 @@ def _columns(path: pathlib.Path) -> tuple[str, ...]:
   """Returns the columns to read of a Parquet file, whose others may be large."""
   if not path.name.endswith('.parquet'):
     return ()
-  return (*_OWN_COLUMNS, *_public_formats().COLUMNS)
+  return (*_OWN_COLUMNS, *_PASSAGE_IDS, *_PASSAGE_TEXTS, *_public_formats().COLUMNS)
 
 
 def _public_formats() -> Any:
@@ -406,15 +421,52 @@ def _is_own(fields: Mapping[str, Any]) -> bool:
   """Returns whether a row has the columns of our own files."""
   answers = fields.get('answers')
   is_json = isinstance(answers, str) and answers.lstrip()[:1] in ('[', '{')  # a cell of a table
-  return answers is not None and not is_json and not isinstance(answers, dict)
+  if answers is None or is_json or isinstance(answers, dict):
+    return False
+  if any(fields.get(name) is not None for name in ('gold', 'hops', 'steps')):
+    return True
+  may_be_other = any(fields.get(name) is not None for name in _OTHER_COLUMNS)
+  return not may_be_other or not _public_formats().is_other_set(fields)
 
 
-def _passage(fields: Mapping[str, Any]) -> types.Passage:
-  name = '_id' if '_id' in fields and 'id' not in fields else 'id'
-  passage_id = str(_get(fields, name, str | int))
-  if 'contents' in fields and 'text' not in fields:
-    return types.Passage(passage_id, *read_contents(_text(fields, 'contents')))
-  return types.Passage(passage_id, _get(fields, 'title', str, ''), _text(fields, 'text'))
+def _passage(row: row_files.FileRow) -> types.Passage | None:
+  """Returns the passage of a row of a corpus; None: it is empty. ValueError: it has no text."""
+  fields = row.fields
+  own_id = _first(fields, _PASSAGE_IDS)
+  if own_id is None:
+    passage_id = row.key or f'{row.path.name.partition(".")[0]}-{row.number}'
+  else:
+    passage_id = str(_get(fields, own_id, str | int))
+  name = _first(fields, _PASSAGE_TEXTS)
+  if name is None:
+    raise ValueError(
+        f"field 'text' is missing: one of {', '.join(_PASSAGE_TEXTS)} is needed, and not only "
+        f'{", ".join(list(fields)[:12])}'
+    )
+  texts = _get(fields, name, str | list[str])
+  text = texts if isinstance(texts, str) else ' '.join(map(str.strip, texts))
+  if name == 'contents':
+    title, text = read_contents(text)
+  else:
+    title_name = _first(fields, ('title', 'wikipedia_title'))
+    title = _get(fields, title_name, str) if title_name else _title_of_metadata(fields)
+  return types.Passage(passage_id, title, text) if text.strip() or title.strip() else None
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+  """Returns the first of these names whose field has a value, and no NaN as pandas writes."""
+  for name in names:
+    value = fields.get(name)
+    if value is not None and value == value:
+      return name
+  return None
+
+
+def _title_of_metadata(fields: Mapping[str, Any]) -> str:
+  """Returns the title in the metadata of a document (LangChain, LlamaIndex, Haystack), or ''."""
+  name = _first(fields, ('metadata', 'meta'))
+  title = fields[name].get('title') if name and isinstance(fields[name], dict) else None
+  return title if isinstance(title, str) else ''
 
 
 def _task(fields: Mapping[str, Any], default_id: str) -> types.Task:

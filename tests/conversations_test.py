@@ -135,7 +135,7 @@ class MaskTest(_Test):
 
   def test_weight_zero_and_prompts_are_not_imitated(self):
     renderer = self.renderer(_TEMPLATE)
-    for field in ({'weight': 0}, {'loss': False}):
+    for field in ({'weight': 0}, {'loss': False}, {'train': False}, {'training': False}):
       messages = [dict(message) for message in _MESSAGES]
       messages[4] |= field
       others, turns = self.turns(renderer, self.read({'messages': messages}))
@@ -260,11 +260,85 @@ class ReadTest(_Test):
     messages[3] = {**messages[3], 'role': 'function'}
     self.check(self.read({'messages': messages, 'tools': [_TOOL]}))
 
-  def test_unsolved_trajectory_is_left_out(self):
-    row = {'messages': json.dumps(_MESSAGES), 'resolved': False}
+  @parameterized.parameters('resolved', 'label', 'kto_tag', 'target')
+  def test_unsolved_trajectory_is_left_out(self, column):
+    row = {'messages': json.dumps(_MESSAGES), column: False}
     for name in ('chats.jsonl', 'chats.parquet'):
-      self.assertEqual(self.read(row, name), "'resolved' is false")
-      self.check(self.read(row | {'resolved': True}, name))
+      self.assertEqual(self.read(row, name), f'{column!r} is false')
+      self.check(self.read(row | {column: True}, name))
+
+  def test_reward_and_images_leave_rows_out(self):
+    row = {
+        'messages': _MESSAGES,
+        'reward': '0.0',
+        'images': [],
+    }  # the cells of a CSV file are texts
+    self.assertEqual(self.read(row), 'a reward below 0.5')
+    self.check(self.read(row | {'reward': '1.0'}))
+    self.check(self.read(row | {'reward': 'high'}))
+    reason = self.read(row | {'reward': 1, 'images': ['x.png']})
+    self.assertEqual(reason, 'images, and only text is read')
+
+  @parameterized.named_parameters(
+      ('nemotron', {'tools_json': json.dumps([_TOOL])}),
+      ('nemotron_v1', {'metadata': json.dumps({'tools': [_TOOL['function']]})}),
+      ('older_openai', {'functions': [_TOOL['function']]}),
+      ('smoltalk2', {'chat_template_kwargs': {'xml_tools': [json.dumps(_TOOL['function'])]}}),
+      ('smoltalk2_python', {'chat_template_kwargs': {'xml_tools': [str(_TOOL['function'])]}}),
+      (
+          'axolotl',
+          {
+              'tools': [
+                  {'name': 'search', 'parameters': json.dumps(_TOOL['function']['parameters'])}
+              ]
+          },
+      ),
+  )
+  def test_prompt_shows_tools_of_other_columns(self, columns):
+    for name in ('chats.jsonl', 'chats.parquet'):
+      conversation = self.read({'messages': json.dumps(_MESSAGES)} | columns, name)
+      self.check(conversation)
+      self.assertEqual(conversation.tools, [_TOOL])
+
+  def test_prompt_shows_functions_of_python(self):
+    kwargs = {'custom_instructions': 'Be kind.', 'python_tools': ['def search(query): ..']}
+    row = {
+        'messages': _MESSAGES[1:],
+        'chat_template_kwargs': kwargs,
+        'metadata': {'tools': [{'n': 1}]},
+    }
+    conversation = self.read(row)
+    self.check(conversation)
+    self.assertEqual(conversation.messages[0]['content'], 'Be kind.\n\ndef search(query): ..')
+    kwargs = {'xml_tools': ['search(query)']}  # no schema
+    conversation = self.read({'messages': _MESSAGES, 'chat_template_kwargs': kwargs})
+    self.assertEqual(conversation.messages[0]['content'], 'You are brief.\n\nsearch(query)')
+    self.assertEqual(conversation.tools, [])
+
+  @parameterized.parameters('thinking', 'reasoning', 'reasoning_content')
+  def test_thoughts_of_other_names(self, name):
+    messages = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a', name: 't'}]
+    turn = self.read({'messages': messages}).messages[1]
+    self.assertEqual((turn['content'], turn['reasoning_content']), ('a', 't'))
+
+  def test_messages_of_other_names(self):
+    """SWE-agent's trajectories, and the calls of ms-swift."""
+    call = '{"name": "search", "parameters": {"query": "capital of France"}}'
+    trajectory = [
+        {'role': 'system', 'system_prompt': 'You are brief.', 'text': None},
+        {'role': 'user', 'text': 'Question: which town is it?'},
+        {'role': 'tool_call', 'content': call},
+        {'role': 'tool_response', 'content': 'Paris is the capital.'},
+        {'role': 'ai', 'text': '<answer> Paris </answer>'},
+        {'role': 'User', 'text': 'And the river?'},
+        {'role': 'ai', 'text': 'The Seine, <answer>b</answer>'},
+    ]
+    for column in ('trajectory', 'conversation'):
+      conversation = self.read({column: trajectory})
+      self.check(conversation)
+      self.assertEqual(
+          [m['content'] != '' for m in conversation.messages], [True] * 2 + [False] + [True] * 4
+      )
 
   def test_message_names_all_columns_of_parquet(self):
     with self.assertRaisesRegex(types.UserError, 'in the columns prompt, response, score: mess'):
@@ -307,6 +381,16 @@ class ReadTest(_Test):
           "a content of type 'image_url'",
       ),
       ('number', {'messages': [{'role': 'user', 'content': 3}]}, 'has the content 3'),
+      (
+          'masked_part',
+          {
+              'messages': [
+                  {'role': 'user', 'content': 'q'},
+                  {'role': 'assistant', 'content': [{'type': 'text', 'text': 't', 'train': False}]},
+              ]
+          },
+          "column 'messages' masks a part of a turn",
+      ),
       (
           'arguments',
           {

@@ -338,6 +338,39 @@ class FormatsTest(_FileTest):
           ],
           ('unnamed--0', 'Why?', ('72',)),
       ),
+      (
+          'svamp',
+          's.json',
+          [{'Body': 'Jack has 8 pens.', 'Question': 'How many?', 'Answer': 8.0, 'ID': 'chal-1'}],
+          ('s-1', 'Jack has 8 pens.\nHow many?', ('8',)),
+      ),
+      (
+          'asdiv',
+          'a.parquet',
+          [{'body': 'Seven apples.', 'question': 'How many?', 'answer': '7 (apples)'}],
+          ('a-1', 'Seven apples.\nHow many?', ('7 (apples)', '7')),
+      ),
+      (
+          'mgsm',
+          'm.parquet',
+          [{'question': 'Why?', 'answer': 'So the answer is 11.', 'answer_number': 11}],
+          ('m-1', 'Why?', ('11',)),
+      ),
+      ('aime', 'a.jsonl', [{'Problem': 'p', 'Answer': '073'}], ('a-1', 'p', ('073', '73'))),
+      ('pandas', 'p.csv', 'question,answer\nq,1200.0\n', ('p-2', 'q', ('1200.0', '1200'))),
+      (
+          'mrqa',
+          'm.parquet',
+          [{'qid': 'a', 'question': 'q', 'answers': ['x'], 'context': 'x y'}],
+          ('a', 'q', ('x',)),
+      ),
+      ('ms_marco', 'm.jsonl', [{'query': 'q', 'answers': ['x']}], ('m-1', 'q', ('x',))),
+      (
+          'truthfulqa',
+          't.parquet',
+          [{'question': 'q', 'best_answer': 'x', 'correct_answers': ['x', 'y']}],
+          ('t-1', 'q', ('x', 'y')),
+      ),
       ('sciq', 's.jsonl', [{'question': 'Who?', 'correct_answer': 'a'}], ('s-1', 'Who?', ('a',))),
   )
   def test_question_and_answers(self, name, content, expected):
@@ -439,6 +472,36 @@ class FormatsTest(_FileTest):
       ),
       ('label_besides', 'm.jsonl', {**_MEDQA, 'label': 'B'}, 'C', 'Nitrofurantoin'),
       ('aqua', 'a.jsonl', {'question': 'q', 'options': ['A)1', 'B)2'], 'correct': 'B'}, 'B', 'B)2'),
+      ('mmmlu', 'm.parquet', {'Question': 'q', 'A': '2', 'B': '4', 'Answer': 'B'}, 'B', '4'),
+      (
+          'global_mmlu',
+          'm.jsonl',
+          {'question': 'q', 'option_a': 'x', 'option_b': 'y', 'answer': 'B'},
+          'B',
+          'y',
+      ),
+      (
+          'mmlu_prox',
+          'm.parquet',
+          {'question': 'q', 'option_0': 'x', 'option_1': 'y', 'option_2': 'z', 'answer': 'B'}
+          | {'answer_index': 1},
+          'B',
+          'y',
+      ),
+      (
+          'cmexam',
+          'c.jsonl',
+          {'Question': 'q', 'Options': _MEDQA_PAIRS['options'], 'Answer': 'C'},
+          'C',
+          'Nitrofurantoin',
+      ),
+      (
+          'columns_by_text',
+          'm.jsonl',
+          {'question': 'q', 'A': 'x', 'B': 'y', 'answer': 'y'},
+          'B',
+          'y',
+      ),
       ('bracket', 'a.jsonl', {'question': 'q', 'choices': ['x', 'y'], 'answer': '(B)'}, 'B', 'y'),
   )
   def test_multiple_choice(self, name, row, letter, text):
@@ -446,6 +509,48 @@ class FormatsTest(_FileTest):
     self.assertEqual((task.letter, task.answers), (letter, (text,)))
     self.assertEqual(dict(task.options)[letter], text)
     self.assertNotIn(None, dict(task.options).values())
+
+  @parameterized.parameters(
+      ('answer', 'option_a option_b option_c', (0, 2), ('A', 'C')),  # INCLUDE
+      ('answer', 'A B C', (2, 3), ('B', 'C')),  # KMMLU
+      (
+          'correct_answer_num',
+          'mc_answer1 mc_answer2 mc_answer3',
+          ('1', '3'),
+          ('A', 'C'),
+      ),  # Belebele
+      ('label', 'answer0 answer1 answer2', ('1', '0'), ('B', 'A')),  # CosmosQA
+      ('label', 'answerA answerB answerC', ('3', '2'), ('C', 'B')),  # SocialIQA
+  )
+  def test_numbers_of_option_columns(self, name, columns, numbers, letters):
+    options = dict(zip(columns.split(), ('2', '3', 'x')))  # texts that look like numbers
+    rows = [{'question': 'q', **options, name: number} for number in numbers]
+    self.assertEqual(tuple(t.letter for t in self.load('o.jsonl', rows)), letters)
+
+  def test_rows_with_fewer_option_columns(self):
+    rows = [
+        {'question': 'q', 'option_0': 'x', 'option_1': 'y', 'answer_index': 1},
+        {'question': 'q', 'option_0': 'x', 'option_1': 'y', 'option_2': 'z', 'answer_index': 0},
+    ]
+    self.assertEqual([t.letter for t in self.load('m.parquet', rows)], ['B', 'A'])
+
+  def test_columns_that_are_no_options(self):
+    task = self.one({'question': 'q', 'answer': 'Lima', 'A': 'x', 'B': 'y'})
+    self.assertEqual((task.answers, task.options), (('Lima',), ()))
+    rows = [{'question': 'q', 'answer': n, 'answer1': '2', 'answer2': '12'} for n in (1994, 12)]
+    found = self.load('n.jsonl', rows)
+    self.assertEqual([(t.answers, t.letter) for t in found], [(('1994',), ''), (('12',), 'B')])
+
+  def test_label_of_wrong_answers(self):
+    """WikiQA and MultiRC have a row per answer; elsewhere a label means something else."""
+    rows = [
+        {'question': 'q', 'answer': 'x', 'label': 0},
+        {'question': 'q', 'answer': 'y', 'label': 1},
+    ]
+    for name in ('w.parquet', 'w.jsonl'):
+      self.assertEqual([t.answers for t in self.load(name, rows)], [('y',)])
+    rows[1]['question'] = 'another'
+    self.assertLen(self.load('w.jsonl', rows), 2)
 
   def test_pubmedqa_of_its_authors(self):
     (task,) = self.load('ori_pqal.json', _PUBMED_OWN)
@@ -524,6 +629,13 @@ class PassagesTest(_FileTest):
       ('corpus.jsonl.gz', [{'_id': '1', 'title': 'Lima', 'text': 'Lima, in Peru.'}]),
       ('c.parquet', [{'id': 1, 'title': 'Lima', 'text': 'Lima, in Peru.'}]),
       ('c.json', [{'id': 1, 'contents': '"Lima"\nLima, in Peru.'}]),
+      ('collection.tsv', '1\tLima, in Peru.\tLima\n'),  # ColBERT
+      ('corpus.jsonl', [{'docid': '1', 'title': 'Lima', 'text': 'Lima, in Peru.'}]),  # Tevatron
+      ('m.jsonl', [{'pid': '1', 'docid': 'd', 'title': 'Lima', 'passage': 'Lima, in Peru.'}]),
+      ('kilt.jsonl', [{'_id': '1', 'wikipedia_title': 'Lima', 'text': ['Lima,', ' in Peru.\n']}]),
+      ('lc.jsonl', [{'id': '1', 'page_content': 'Lima, in Peru.', 'metadata': {'title': 'Lima'}}]),
+      ('h.parquet', [{'id': '1', 'content': 'Lima, in Peru.', 'meta': {'title': 'Lima'}}]),
+      ('li.json', [{'id_': '1', 'text': 'Lima, in Peru.', 'metadata': {'title': 'Lima'}}]),
   )
   def test_corpora_of_other_types(self, name, content):
     passages = tasks.load_corpus(self.write(name, content))
@@ -557,6 +669,20 @@ class FilesTest(_FileTest):
   def test_one_question(self, name, content):
     (task,) = self.load(name, content)
     self.assertEqual((task.question, task.answers), ('q', ('a',)))
+
+  @parameterized.parameters(
+      ('"Ann" who?\tx\n', '"Ann" who?', 'x'),
+      ('"Ann\tx\n', '"Ann', 'x'),
+      ('"Ann ""B"""\tx\n', 'Ann "B"', 'x'),
+      ('"Ann\tB"\tx\r\n', 'Ann\tB', 'x'),
+      ('"Ann\n\nB"\tx\n', 'Ann\n\nB', 'x'),
+      ('Ann\t"x\ny"\n', 'Ann', 'x\ny'),
+      ('"Ann\t"x\n', '"Ann', '"x'),
+  )
+  def test_quotes_of_tabs_join_no_rows(self, text, question, answer):
+    found = self.load('qa.tsv', f'question\tanswer\n{text}next\ty"\n"last\tz')
+    pairs = [(task.question, *task.answers) for task in found]
+    self.assertEqual(pairs, [(question, answer), ('next', 'y"'), ('"last', 'z')])
 
   def test_lines_of_a_json_file(self):
     rows = [{'question': str(i), 'answer': 'a'} for i in range(3)]
@@ -603,6 +729,19 @@ class FilesTest(_FileTest):
       ([{'Question': 'q', 'Final answer': '?', 'file_name': ''}], "column 'Final answer' is '[?]'"),
       ([{'question': 'q', 'answer': 'a', 'image': 'data:'}], "column 'image' holds an image"),
       ([{**_VERL, 'images': [{'path': 'x.png'}]}], "column 'images' holds an image"),
+      (
+          [{'question': 'q', 'final_answer': ['1'], 'image_1': {'bytes': ''}}],
+          "column 'image_1' holds",
+      ),
+      (
+          [{'problem': 'q', 'answer': 'proof', 'question_type': 'proof'}],
+          "column 'answer' is 'proof'",
+      ),
+      (
+          [{'question': 'q', 'A': 'x', 'B': 'y', 'Answer': 'AB'}],
+          "column 'Answer' is 'AB', which are",
+      ),
+      ([{'query': 'q', 'answers': ['No Answer Present.']}], "column 'answers' is .'No Answer"),
   )
   def test_no_row_with_an_answer_is_an_error(self, rows, reason):
     with self.assertRaisesRegex(
@@ -643,6 +782,21 @@ class FilesTest(_FileTest):
           'calls',
           {'query': 'q', 'answers': '[{"name": "f", "arguments": {}}]', 'tools': '[]'},
           "column 'answers' is .*: a text, a number or a list is needed",
+      ),
+      (
+          'options_in_answers',
+          {'context': 'c', 'question': 'q', 'answers': ['x', 'y'], 'label': 1},
+          "column 'answers' has 2 texts, and column 'label' is 1: rename",
+      ),
+      (
+          'countdown',
+          {**_VERL, 'reward_model': {'ground_truth': {'target': 65, 'numbers': [44, 19]}}},
+          "column 'ground_truth' has the keys numbers, target",
+      ),
+      (
+          'unclear_number',
+          {'question': 'q', 'A': 'x', 'B': 'y', 'C': 'z', 'answer': 2},
+          "column 'answer' is 2, and no row tells whether",
       ),
       (
           'one_line_of_lists',
@@ -721,6 +875,29 @@ class SplitsTest(_FileTest):
     self.assertLen(tasks.load_tasks(source, 'dev'), 1)
     with self.assertRaisesRegex(types.UserError, 'splits there: train, validation'):
       tasks.load_tasks(source, 'test')
+
+  def test_split_is_name_of_folder(self):
+    """The hub converts sets to train/0000.parquet, and save_to_disk writes train/data-..arrow."""
+    for split in ('train', 'test'):
+      table = pyarrow.Table.from_pylist([{'question': split, 'answer': 'a'}])
+      (self.folder / 'hub' / split).mkdir(parents=True)
+      parquet.write_table(table, self.folder / 'hub' / split / '0000.parquet')
+      (self.folder / 'disk' / split).mkdir(parents=True)
+      path = self.folder / 'disk' / split / 'data-00000-of-00001.arrow'
+      with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+    for name in ('extra', 'train'):  # a folder whose name means something else
+      self.write(f'dev/{name}.jsonl', [{'question': name, 'answer': 'a'}])
+    self.assertLen(tasks.load_tasks(str(self.folder / 'dev'), 'train'), 2)
+    self.write('disk/dataset_dict.json', {'splits': ['train', 'test']})
+    self.write('disk/train/state.json', {'_split': 'train'})
+    for name in ('hub', 'disk'):
+      for split in ('train', 'test'):
+        found = tasks.load_tasks(str(self.folder / name), split)
+        self.assertEqual([task.question for task in found], [split])
+    path.write_bytes(path.read_bytes()[:300])
+    with self.assertRaisesRegex(types.UserError, 'not a whole file of Dataset.save_to_disk'):
+      tasks.load_tasks(str(path), 'test')
 
   def test_folder_of_gaia_has_metadata_alone(self):
     row = {'Question': 'q', 'Final answer': 'a', 'file_name': ''}

@@ -27,6 +27,12 @@ class RewardsTest(parameterized.TestCase):
       ('“Quote”', '“quote”'),  # punctuation is ASCII punctuation
       ('The', ''),
       ('', ''),
+      ('Cafe\u0301', 'caf\u00e9'),  # an accent of its own
+      ('\ufeffAnn\u200b\u00a0Bell', 'ann bell'),
+      (
+          '\u0645\u06cc\u200c\u0631\u0648\u0645',
+          '\u0645\u06cc\u200c\u0631\u0648\u0645',
+      ),  # a letter of Persian
   )
   def test_normalize_answer(self, text, expected):
     self.assertEqual(rewards.normalize_answer(text), expected)

@@ -77,6 +77,12 @@ class LoadTasksTest(_FileTest):
     self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
     self.assertEqual((second.letter, second.answers), ('B', ('no',)))
 
+  def test_other_columns_keep_a_row_our_own(self):
+    row = {'id': 'q1', 'question': 'q', 'answers': ['a', 'b'], 'split': 'train'}
+    for extra in ({'context': 3}, {'label': 'easy'}, {'label': 2}, {'context': 'c', 'gold': ['p']}):
+      (task,) = tasks.load_tasks(self.write('qa.jsonl', {**row, **extra}), 'train')
+      self.assertEqual((task.answers, task.gold), (('a', 'b'), tuple(extra.get('gold', ()))))
+
   def test_lone_surrogates_are_replaced_everywhere(self):
     row = {
         **_ROW,
@@ -269,7 +275,7 @@ class LoadCorpusTest(_FileTest):
 
   @parameterized.parameters(
       ({'id': 'p2', 'title': 'Lima'}, "field 'text' is missing"),
-      ({'title': 'Lima', 'text': 'x'}, "field 'id' is missing"),
+      ({'title': 'Lima', 'id': 1.5, 'text': 'x'}, "field 'id' is 1.5"),
       ({'id': 'p1', 'title': 'Lima', 'text': 'x'}, "field 'id' is 'p1' a second time"),
       ({'id': 'p2', 'contents': 3}, "field 'contents' is 3"),
   )
@@ -277,6 +283,15 @@ class LoadCorpusTest(_FileTest):
     self.write('corpus.jsonl', {'id': 'p1', 'title': 'a', 'text': 'b'}, row)
     with self.assertRaisesRegex(types.UserError, 'corpus.jsonl:2: ' + complaint):
       tasks.load_corpus(str(self.folder))
+
+  def test_passages_without_ids_and_texts(self):
+    rows = [{'title': 'a', 'text': 'b'}, {'title': None, 'text': ''}, {'title': 'c', 'text': ''}]
+    path = self.write('wiki.jsonl', *rows)
+    with self.assertLogs('absl', 'INFO') as logs:
+      passages = tasks.load_corpus(path)
+    expected = [types.Passage('wiki-1', 'a', 'b'), types.Passage('wiki-3', 'c', '')]
+    self.assertEqual(passages, expected)
+    self.assertRegex(logs.output[0], '1 passages without a text are left out: .*wiki.jsonl:2')
 
   def test_empty_file(self):
     with self.assertRaisesRegex(types.UserError, 'no passages'):

@@ -27,14 +27,20 @@ _LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</informatio
 _ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
 _WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
+_NO_WIDTH = dict.fromkeys((0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF))
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
   """Lower-cases, then drops ASCII punctuation, then the articles, then folds white space.
 
-  The order is that of the SQuAD evaluation: `The U.S.` -> `the us` -> `us`.
+  The order is that of the SQuAD evaluation: `The U.S.` -> `the us` -> `us`. Choice: the two ways of
+  Unicode to write an accented letter are equal, and characters without a width do not count.
   """
+  if not text.isascii():
+    import unicodedata
+
+    text = unicodedata.normalize('NFC', text).translate(_NO_WIDTH)
   text = text.lower().translate(_NO_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
 

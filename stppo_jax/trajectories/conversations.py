@@ -2,7 +2,7 @@
 
 A row of a file has one of these:
 
-  messages            OpenAI's messages, with `tools`
+  messages            OpenAI's messages, with `tools`; also `conversation` and `trajectory`
   conversations       ShareGPT: `from` and `value`
   prompt, completion  TRL's and verifiers' messages, or two texts
 
@@ -13,6 +13,7 @@ episode. Contexts and turns are encoded apart, as the run encodes prompts and ob
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -31,17 +32,22 @@ from stppo_jax.types import shown
 Message = dict[str, Any]
 
 COLUMNS = (
-    'messages conversations prompt completion tools tool_defs system split reward resolved error id'
+    'messages conversations conversation trajectory prompt completion tools tools_json tool_defs '
+    'functions chat_template_kwargs metadata system system_prompt split reward resolved target '
+    'label kto_tag images videos audios error id'
 ).split()
 _ROLES = {
     'human': 'user',
     'gpt': 'assistant',
+    'ai': 'assistant',
     'model': 'assistant',
     'developer': 'system',
     'observation': 'tool',
     'function': 'tool',
     'function_response': 'tool',
+    'tool_response': 'tool',
     'function_call': 'assistant',
+    'tool_call': 'assistant',
 }
 _KNOWN_ROLES = ('system', 'user', 'assistant', 'tool')
 _TEXT_PARTS = ('text', 'input_text', 'output_text')
@@ -66,7 +72,7 @@ def read(path: pathlib.Path, min_reward: float) -> Iterator[tuple[row_files.File
   A row with an `error`, or with a `reward` below `min_reward`, is left out. UserError: a row is no
   conversation.
   """
-  is_table = path.name.lower().endswith('.parquet')
+  is_table = path.name.lower().endswith(('.parquet', '.arrow'))
   for row in row_files.read(path, COLUMNS if is_table else ()):
     fields = cells.without_nulls(row.fields) if is_table else row.fields
     try:
@@ -83,10 +89,19 @@ def _conversation(fields, min_reward, columns):
   if fields.get('error'):
     raise Unusable('an error')
   reward = fields.get('reward')
+  if isinstance(reward, str):  # a cell of a CSV file
+    with contextlib.suppress(ValueError):
+      reward = float(reward)
   if isinstance(reward, (int, float)) and not reward >= min_reward:
     raise Unusable(f'a reward below {min_reward:g}')
-  if fields.get('resolved') in (False, 0):
+  if fields.get('resolved') in (False, 0, 'False', 'false', '0'):
     raise Unusable("'resolved' is false")
+  for name in ('label', 'kto_tag', 'target'):  # TRL and LLaMA-Factory; SWE-agent
+    if fields.get(name) is False:
+      raise Unusable(f'{name!r} is false')
+  for name in ('images', 'videos', 'audios'):
+    if fields.get(name):
+      raise Unusable(f'{name}, and only text is read')
   tools = _tools(fields)
   split = fields.get('split')
   split = split if isinstance(split, str) else ''
@@ -100,13 +115,11 @@ def _conversation(fields, min_reward, columns):
     before = _messages('prompt', prompt, 'user', is_trained=False)
     after = _messages('completion', completion, 'assistant', is_trained=True)
     return _checked(Conversation(before + after, tools, split))
-  for name in ('messages', 'conversations'):
+  for name in ('messages', 'conversations', 'conversation', 'trajectory'):
     value = _parsed(fields.get(name))
     if value is not None:
       messages = _messages(name, value, '', is_trained=True)
-      system = fields.get('system')
-      if isinstance(system, str) and system and messages[:1] and messages[0]['role'] != 'system':
-        messages.insert(0, _text_message('system', system))
+      _add_system(messages, fields)
       return _checked(Conversation(messages, tools, split))
   raise ValueError(
       f'no conversation in the columns {cells.listed(columns)}: messages, conversations, or '
@@ -122,6 +135,35 @@ def _checked(conversation):
   if not trained[0]:
     raise Unusable('no message before the first turn of the assistant')
   return conversation._replace(messages=conversation.messages[: trained[-1] + 1])
+
+
+def _add_system(messages, fields):
+  """Adds the system message that columns beside the messages hold."""
+  kwargs = _template_kwargs(fields)
+  has_system = messages[0]['role'] == 'system'
+  system = next(filter(None, (fields.get('system'), kwargs.get('custom_instructions'))), '')
+  if isinstance(system, str) and system and not has_system:
+    messages.insert(0, _text_message('system', system))
+    has_system = True
+  if fields.get('system_prompt') and not has_system:
+    row_files.log_once("column 'system_prompt' is not read: call it 'system' to show it")
+  functions: list[str] = []
+  for name in ('python_tools', 'xml_tools'):
+    value = _parsed(kwargs.get(name)) or []
+    value = value if isinstance(value, list) else [value]
+    if name == 'python_tools' or not all(map(_is_schema, map(_parsed, value))):
+      functions += map(str, value)  # no schemas that the template could show
+  if functions:
+    if not has_system:
+      messages.insert(0, _text_message('system', ''))
+    texts = [messages[0]['content'], *functions]
+    messages[0]['content'] = '\n\n'.join(filter(None, texts))
+
+
+def _template_kwargs(fields):
+  """Returns the arguments of the chat template that a row has (smoltalk2)."""
+  kwargs = _parsed(fields.get('chat_template_kwargs'))
+  return kwargs if isinstance(kwargs, dict) else {}
 
 
 def _parsed(value):
@@ -144,14 +186,16 @@ def _messages(name, value, role_of_text, is_trained):
 def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
   """Returns a message with role, content and calls."""
   own_role = raw.get('role', raw.get('from'))
+  own_role = own_role.lower() if isinstance(own_role, str) else own_role
   role = _ROLES.get(own_role, own_role)
   if role not in _KNOWN_ROLES:
     allowed = ', '.join((*_KNOWN_ROLES, *_ROLES))
     raise ValueError(f'column {name!r} has the role {shown(own_role)}: allowed are {allowed}')
-  content = _content(name, raw.get('content', raw.get('value')))
+  keys = ('content', 'value', 'text', 'system_prompt')
+  content = _content(name, next((raw[key] for key in keys if raw.get(key) is not None), None))
   message: Message = {'role': role, 'content': content}
   calls = _parsed(raw.get('tool_calls'))
-  if own_role == 'function_call':  # ShareGPT's call is the text
+  if own_role in ('function_call', 'tool_call'):  # the call is the text
     calls = cells.parsed(content)
     calls = calls if isinstance(calls, list) else [calls]
     message['content'] = ''
@@ -160,13 +204,27 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
     calls = [older]
   if calls:
     message['tool_calls'] = [_call(name, call) for call in calls]
-  for extra in ('reasoning_content', 'tool_call_id', 'name'):
+  for extra in ('thinking', 'reasoning', 'reasoning_content', 'tool_call_id', 'name'):
     if isinstance(raw.get(extra), str) and raw[extra]:
-      message[extra] = raw[extra]
+      message['reasoning_content' if extra in ('thinking', 'reasoning') else extra] = raw[extra]
   is_empty = not message['content'].strip() and not calls
   if role == 'assistant' and is_trained and not is_empty:
-    message['trained'] = raw.get('weight', 1) != 0 and raw.get('loss') is not False
+    message['trained'] = _is_imitated(name, raw)
   return message
+
+
+def _is_imitated(name, raw):
+  """Returns whether a turn is imitated. ValueError: only a part of it."""
+  parts = raw.get('content')
+  parts = parts if isinstance(parts, list) else []
+  if raw.get('train_detail') or any(map(_is_masked, parts)):
+    raise ValueError(f'column {name!r} masks a part of a turn: only whole turns can be masked')
+  return not _is_masked(raw)
+
+
+def _is_masked(raw):
+  names = ('loss', 'train', 'training')
+  return raw.get('weight') == 0 or any(raw.get(name) is False for name in names)
 
 
 def _content(name, content):
@@ -190,7 +248,8 @@ def _call(name, call):
   function = call.get('function', call) if isinstance(call, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get('name'), str):
     raise ValueError(f'column {name!r} has the call {shown(call)}: a function name is needed')
-  arguments = function.get('arguments') or {}
+  names = ('arguments', 'parameters', 'args', 'input')
+  arguments = next(filter(None, map(function.get, names)), {})
   if isinstance(arguments, str):
     arguments = cells.parsed(arguments)
   if not isinstance(arguments, dict):
@@ -206,15 +265,32 @@ def _call(name, call):
 
 def _tools(fields):
   """Returns the schemas of a row's tools: those of OpenAI and verifiers, also as JSON text."""
+  metadata = _parsed(fields.get('metadata'))
   value = _parsed(fields.get('tools') or fields.get('tool_defs') or [])
+  others = [fields.get('tools_json'), fields.get('functions')]
+  others.append(_template_kwargs(fields).get('xml_tools'))
+  others.append(metadata.get('tools') if isinstance(metadata, dict) else None)
+  for other in map(_parsed, others):
+    schemas = list(map(_parsed, other)) if isinstance(other, list) else []
+    if not value and all(map(_is_schema, schemas)):
+      value = schemas
   if not isinstance(value, list):
     raise ValueError(f"column 'tools' is {shown(value)}: a list of schemas is needed")
   tools = []
   for tool in map(_parsed, value):
-    if not isinstance(tool, dict) or not isinstance(tool.get('function', tool).get('name'), str):
+    if not _is_schema(tool):
       raise ValueError(f"column 'tools' has {shown(tool)}: a schema with a name is needed")
-    tools.append(tool if 'function' in tool else {'type': 'function', 'function': tool})
+    function = tool.get('function', tool)
+    if isinstance(function.get('parameters'), str):
+      function = {**function, 'parameters': _parsed(function['parameters'])}
+    outer = tool if 'function' in tool else {'type': 'function'}
+    tools.append({**outer, 'function': function})
   return tools
+
+
+def _is_schema(tool):
+  function = tool.get('function', tool) if isinstance(tool, dict) else None
+  return isinstance(function, dict) and isinstance(function.get('name'), str)
 
 
 class _Parts(NamedTuple):
