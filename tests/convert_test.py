@@ -641,6 +641,12 @@ class RefusalTest(parameterized.TestCase):
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
     return sorted(self.folder.glob('model-*.safetensors'))
 
+  def test_adapter_is_not_left_out(self):
+    shutil.copytree(REFERENCES / 'qwen2', self.folder, dirs_exist_ok=True)
+    (self.folder / 'adapter_config.json').write_text('{"peft_type": "LORA"}')
+    with self.assertRaisesRegex(UserError, r'adapter of the PEFT library, [^\n]*merge_and_unload'):
+      convert.load_hf(self.folder)
+
   def test_gguf_file_is_no_folder(self):
     with self.assertRaisesRegex(UserError, r'^[^\n]*x\.gguf is a GGUF file; [^\n]*docs/gguf\.md'):
       convert.load_hf('x.gguf')

@@ -114,7 +114,7 @@ def load(
     value_labels: tuple[str, ...] = ('value',),
 ) -> decoder.ModelConfig:
   """Reads the ModelConfig from a folder's config.json. UserError: not a supported model."""
-  check_is_no_gguf(folder)
+  check_is_model(folder)
   path = pathlib.Path(folder) / 'config.json'
   raw = read_model(folder)
   try:
@@ -193,12 +193,18 @@ def _load(folder, path, raw, head, param_dtype, dtype, value_labels):
   )
 
 
-def check_is_no_gguf(folder: str | pathlib.Path) -> None:
-  """Raises a UserError for a GGUF file in place of a folder."""
-  if pathlib.Path(folder).suffix == '.gguf':
+def check_is_model(folder: str | pathlib.Path) -> None:
+  """Raises a UserError for a GGUF file in place of a folder, and for a folder with an adapter."""
+  path = pathlib.Path(folder)
+  if path.suffix == '.gguf':
     raise UserError(
         f'{folder} is a GGUF file; give a folder as transformers saves it; docs/gguf.md shows the '
         'four lines that convert the file'
+    )
+  if (path / 'adapter_config.json').is_file():
+    raise UserError(
+        f'{folder} holds an adapter of the PEFT library, which is not read; merge it into its '
+        'model with merge_and_unload(), and give the folder of the result'
     )
 
 

@@ -60,7 +60,7 @@ def load_policy(
   A value head has the outputs `value_labels`, see `Variant.value_labels`.
   """
   folder = folder or model_folder(config)
-  hf_config.check_is_no_gguf(folder)
+  hf_config.check_is_model(folder)
   dtype = config.model.param_dtype
   shape, params = hf_weights.load_hf(
       folder, head=head, param_dtype=dtype, shardings=shardings, value_labels=value_labels
@@ -80,7 +80,7 @@ def load_shape(
   shape of 'qwen2.5-7b'.
   """
   folder = folder or model_folder(config)
-  hf_config.check_is_no_gguf(folder)
+  hf_config.check_is_model(folder)
   dtype = config.model.param_dtype
   if os.path.isdir(folder):
     shape = hf_config.load(folder, head=head, param_dtype=dtype, value_labels=value_labels)
