@@ -440,13 +440,15 @@ def _byte_automaton(modes: Sequence[Mapping[bytes, int | None]]) -> np.ndarray:
 def _without_added_tokens(definition: dict) -> str:
   """Returns the tokenizer file as text, without its added tokens.
 
-  They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word
-  of the vocabulary would be one token.
+  They are also removed from the vocabulary, unless merges make or need them, as the line breaks of
+  Gemma: with `ignore_merges` any word of the vocabulary would be one token.
   """
   model = dict(definition['model'])
   added = {token['content'] for token in definition.get('added_tokens') or ()}
-  # A merge is 'a b' or ['a', 'b'].
-  merged = {''.join(merge).replace(' ', '') for merge in model.get('merges', ())}
+  merged: set[str] = set()
+  for merge in model.get('merges', ()):  # 'a b' or ['a', 'b']
+    parts = merge.split(' ') if isinstance(merge, str) else merge
+    merged.update(parts, [''.join(parts)])
   vocab = model['vocab']
   if isinstance(vocab, dict):  # others are refused by name, further on
     removed = added - merged
@@ -472,7 +474,7 @@ def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> 
   if byte_level and set().union(*ordinary) <= byte_of.keys():
     read: Callable[[str], bytes] = lambda name: bytes(byte_of[character] for character in name)
     read_added: Callable[[str], bytes] = lambda name: name.encode()
-  elif definition['model'].get('byte_fallback') and _FALLBACKS <= vocab.keys():
+  elif definition['model'].get('byte_fallback') and _has_all_bytes(vocab):
     read = read_added = _fallback_bytes
   else:
     raise types.UserError(
@@ -502,13 +504,18 @@ def _byte_alphabet() -> dict[str, int]:
   return dict(zip(alphabet, printable + others))
 
 
-_FALLBACKS = {f'<0x{byte:02X}>' for byte in range(256)}
+_FALLBACKS = {f'<0x{byte:02X}>': byte for byte in range(256)}
+
+
+def _has_all_bytes(vocab: Mapping[str, int]) -> bool:
+  """Returns whether each byte has a token. Gemma 2 has a tab as a character alone."""
+  return all(name in vocab or chr(byte) in vocab for name, byte in _FALLBACKS.items())
 
 
 def _fallback_bytes(name: str) -> bytes:
   """Returns the bytes of a token of a vocabulary with byte fallback."""
   if name in _FALLBACKS:
-    return bytes([int(name[1:-1], 16)])
+    return bytes([_FALLBACKS[name]])
   return name.replace('\u2581', ' ').encode()
 
 

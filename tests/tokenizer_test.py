@@ -283,11 +283,14 @@ GEMMA = (
 
 
 def write_fallback_tokenizer(folder: str, first: str = '') -> str:
-  """A tokenizer with byte fallback that is made as Gemma's; with `first` before each text."""
+  """A tokenizer with byte fallback that is made as Gemma 2's; with `first` before each text.
+
+  Its line breaks are added tokens that merges use, and a tab is a character alone.
+  """
   control = ['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>']
-  names = [*control, *(f'<0x{byte:02X}>' for byte in range(256))]
+  names = [*control, *(f'<0x{byte:02X}>' for byte in range(256) if byte != ord('\t'))]
   merges = [('\u2581', '\u2581'), ('\n', '\n'), ('a', 'n'), ('\u2581', 'an')]
-  text = '\u2581\n' + ''.join(map(chr, range(33, 127))) + '\u00e9'
+  text = '\u2581\n\t' + ''.join(map(chr, range(33, 127))) + '\u00e9'
   names += [*text, *(a + b for a, b in merges)]
   vocab = {name: i for i, name in enumerate(names)}
   library = tokenizers.Tokenizer(
@@ -303,7 +306,9 @@ def write_fallback_tokenizer(folder: str, first: str = '') -> str:
       [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()]
   )
   library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in control])
-  library.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ('\n\n', '<td>')])
+  library.add_tokens(
+      [tokenizers.AddedToken(name, normalized=False) for name in ('\n', '\n\n', '<td>')]
+  )
   library.post_processor = tokenizers.processors.TemplateProcessing(
       single='<bos> $A', special_tokens=[('<bos>', 2)]
   )
@@ -315,7 +320,7 @@ def write_fallback_tokenizer(folder: str, first: str = '') -> str:
 
 class FallbackTest(parameterized.TestCase):
 
-  TEXTS = ('an  an\n\n\nbanana', ' \u00e9\u4e2d\U0001f600 ', '<td>a<search>\n', '<0x41> a', '')
+  TEXTS = ('an  an\n\n\nbanana\t\n', ' \u00e9\u4e2d\U0001f600 ', '<td>a<search>\n', '<0x41> a', '')
 
   def test_ids_and_texts_are_those_of_transformers(self):
     folder = write_fallback_tokenizer(_folder(self))
