@@ -186,6 +186,7 @@ class StopTest(FaultCase):
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
   def test_signal_without_state_ends_at_once(self, number):
     """While weights are loaded, say; from the first question of the loop on the loop decides."""
+    self.addCleanup(signal.signal, number, signal.signal(number, signal.SIG_DFL))  # not nohup's
     with signals.handled() as stop_signal:
       with self.assertRaises(Stopped):
         os.kill(os.getpid(), number)
