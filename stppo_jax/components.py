@@ -280,7 +280,8 @@ def _tool_options(config: Config) -> dict[str, Any]:
   render = None
   if os.path.isdir(config.model.folder):
     render = prepare.load_tokenizer(config).render
-  form = tool_calls.form_name(config.env.options.get('form', tool_calls.AUTO), render)
+  setting = config.env.options.get('form') or tool_calls.AUTO
+  form = tool_calls.form_name(setting, render)
   turn = tool_calls.shown_call(render)
   return {'form': form, 'template_shows_tools': not turn or tool_calls.reads(form, turn)}
 

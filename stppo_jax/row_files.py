@@ -24,8 +24,8 @@ from stppo_jax import types
 SUFFIXES = ('.jsonl', '.json', '.ndjson', '.parquet', '.arrow', '.csv', '.tsv')
 # Files of a folder that hold no rows: those of the Hugging Face hub, of packages and of models.
 _NO_ROWS = re.compile(
-    r'((dataset_infos?|dataset_dict|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+|metadata\.json)'
-    r'(\.gz)?'
+    r'((dataset_infos?|dataset_dict|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+'
+    r'|metadata\.json)(\.gz)?'
 )
 
 

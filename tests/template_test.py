@@ -227,6 +227,14 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(text.count('"calculator"'), 1)
     self.assertEqual('You may call these tools' in text, source != HERMES_CALLS)
 
+  def test_turn_of_agent_declares_no_tools(self):
+    """A conversation without a user declares them in its system message, or nowhere."""
+    template = template_lib.Template(tiny_tokenizer.load(TWO_ROLES), 1000)
+    self.assertEqual(template.encode([SAID], [TOOL]), template.encode([SAID]))
+    system = {'role': 'system', 'content': 'Be brief.'}
+    text = template.tokenizer.decode(template.encode([system, SAID], [TOOL]))
+    self.assertLess(text.index('You may call these tools'), text.index('Be brief.'))
+
   def test_template_without_texts_is_refused(self):
     """As those of models that read images: they want lists of parts."""
     parts = '{% for part in m.content if part.type %}{{ part.text }}{% endfor %}'

@@ -15,6 +15,7 @@ import math
 import re
 import string
 from typing import Any
+import unicodedata
 
 from stppo_jax import thoughts
 from stppo_jax import types
@@ -38,8 +39,6 @@ def normalize_answer(text: str) -> str:
   Unicode to write an accented letter are equal, and characters without a width do not count.
   """
   if not text.isascii():
-    import unicodedata
-
     text = unicodedata.normalize('NFC', text).translate(_NO_WIDTH)
   text = text.lower().translate(_NO_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())

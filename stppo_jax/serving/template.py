@@ -237,9 +237,8 @@ class Template:
         written = [_with_calls(message, form) for message in written]
       except RecursionError:
         raise ValueError('the arguments of a call are nested too deeply') from None
-    if declares:
-      roles = [message['role'] for message in written]
-      first = roles.index('user') if 'user' in roles else 0
+    first = next((i for i, message in enumerate(written) if message['role'] == 'user'), 0)
+    if declares and written[first]['role'] != 'assistant':
       content = form.declare() + written[first]['content']
       written[first] = {**written[first], 'content': content}
     return written
