@@ -133,7 +133,7 @@ class TemplateTest(parameterized.TestCase):
 
   def test_deeply_nested_arguments_are_rejected(self):
     deep: list = []
-    for _ in range(2000):
+    for _ in range(100_000):
       deep = [deep]
     call = {'function': {'name': 'x', 'arguments': {'a': deep}}}
     messages = [USER, {**SAID, 'tool_calls': [call]}]
