@@ -1,5 +1,6 @@
 """The scheduler of requests: equal to the engine whoever shares its calls; prefixes and stops."""
 
+import dataclasses
 import functools
 import gc
 import os
@@ -15,6 +16,7 @@ import numpy as np
 
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
+from stppo_jax.models import layers
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
@@ -46,6 +48,24 @@ def make_sampler(stops=(), steps=3, width=6):
 def make_scheduler(width=6, **settings):
   sampler = make_sampler(width=width)
   return scheduler_lib.Scheduler(sampler, make_params(), TOKEN_BYTES, (EOS,), **settings)
+
+
+DELTA_CONFIG = dataclasses.replace(
+    CONFIG,
+    num_layers=3,
+    layer_types=('delta', 'delta', 'full'),
+    delta=layers.DeltaShape(2, 4, 4, 4, 4),
+)
+
+
+@functools.cache
+def make_delta_model():
+  """Returns (sampler, parameters) of a model with gated delta nets."""
+  sizes = sampling.Sizes(SLOTS, 6, 6, 2, 8, (SLOTS,), (4, 8))
+  sampler = sampler_lib.Sampler(DELTA_CONFIG, NO_STOPS, (EOS,), sizes)
+  enlarge = lambda path, w: w if path[-1].key == 'scale' else 12.0 * w
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(1), DELTA_CONFIG)
+  return sampler, jax.tree_util.tree_map_with_path(enlarge, params)
 
 
 class Listener:
@@ -135,6 +155,24 @@ class SchedulerTest(parameterized.TestCase):
         check_logp(wanted.logp, heard.logp)
     self.assertGreater(scheduler.counts.dropped_tokens, 0)
     self.assertGreater(scheduler.counts.reused_tokens, 15 * 10)
+
+  @parameterized.parameters({'stop': ('bc', 'h', 'k')}, {'call_stop': ('e', 'm', 'p')})
+  def test_delta_state_never_holds_dropped_tokens(self, **stops):
+    """The log-probs of later turns are those of one pass over the row."""
+    sampler, params = make_delta_model()
+    num_reused = 0
+    with scheduler_lib.Scheduler(sampler, params, TOKEN_BYTES, (EOS,)) as scheduler:
+      for seed, prompt in enumerate(make_prompts(6)):
+        ids = list(prompt)
+        for turn in range(3):
+          (heard,) = serve(scheduler, make_request(ids, 3 * seed + turn, **stops))
+          row = ids + heard.tokens
+          (truth,) = scheduler.control('score', [row]).result(60)
+          np.testing.assert_allclose(heard.logp, truth.logp[len(ids) - 1 :], atol=1e-4)
+          ids = [*row, 5, 6, 7]
+      num_reused = scheduler.counts.reused_tokens
+      self.assertGreater(scheduler.counts.dropped_tokens, 0)
+    self.assertGreater(num_reused, 0)  # rows that ended without dropped tokens
 
   def test_small_decode_calls_give_the_same_tokens(self):
     requests = lambda: [make_request(ids, seed) for seed, ids in enumerate(make_prompts(6))]

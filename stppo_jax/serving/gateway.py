@@ -151,7 +151,6 @@ def serve(
       tokenizer.token_bytes,
       tokenizer.eos_ids,
       settings.max_waiting,
-      shares_prefixes=model.delta is None,  # the state of a delta net cannot go back
       load_params=load_params,
       grammars=grammars.Grammars(tokenizer),
   )

@@ -144,7 +144,8 @@ class Scheduler:
     self._scorer = prompt_scores.PromptScorer(sampler)
     self._token_bytes = token_bytes
     self._eos_ids = frozenset(eos_ids)
-    self._shares_prefixes = shares_prefixes
+    self._has_state = sampler.config.delta is not None  # a delta net's cannot go back to a token
+    self._shares_prefixes = shares_prefixes and not self._has_state
     self._load_params = load_params
     self.grammars = grammars
     self._group = slots_lib.SlotGroup(sampler, sampler.copy(params))
@@ -528,7 +529,8 @@ class Scheduler:
     request = row.request
     assert request is not None
     count, has_stop_string = self._count_to_stop(row, tokens)
-    self.counts.dropped_tokens += len(tokens) - count
+    num_dropped = len(tokens) - count
+    self.counts.dropped_tokens += num_dropped
     self.counts.sampled_tokens += count
     tokens = tokens[:count]
     row.tokens[row.length : row.length + count] = tokens
@@ -552,6 +554,8 @@ class Scheduler:
       finish = 'error'
     if finish is not None:
       self._free(row)
+      if num_dropped and self._has_state:  # it has read the dropped tokens
+        row.length = 0
     request.emit(tokens.tolist(), logp[:count].tolist(), finish)
 
   def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> tuple[int, bool]:
