@@ -144,10 +144,10 @@ def post(server, fields, path='/v1/chat/completions', **kwargs):
 
 
 @contextlib.contextmanager
-def sent(server, fields):
+def sent(server, fields, path='/v1/chat/completions'):
   """The client has sent a request, and hangs up at the end."""
   body = json.dumps(fields)
-  head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
+  head = f'POST {path} HTTP/1.1\r\nContent-Type: application/json\r\n'
   head += f'Host: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
   with socket.create_connection((server.host, server.port)) as connection:
     connection.sendall(f'{head}{body}'.encode())
@@ -967,6 +967,41 @@ class LimitsTest(parameterized.TestCase):
       wait_for(lambda: not scheduler.running)
     self.assertLess(scheduler.counts.sampled_tokens - before, 8 * 100)
     self.assertEqual(post(self.server, ASKED).status_code, 200)
+
+  def num_disconnected(self):
+    text = requests.get(self.server.url + '/metrics', timeout=60).text
+    return sum(map(float, re.findall(r'requests_total{status="499"} (\S+)', text)))
+
+  @parameterized.parameters(
+      ({'prompt': ['a b c'] * 9, 'echo': True, 'logprobs': 1, 'max_tokens': 0}, True),
+      ({'prompt': ['a b c'] * 9, 'echo': True, 'logprobs': 1, 'max_tokens': 0}, False),
+      ({**ASKED, 'logprobs': True, 'top_logprobs': 5, 'n': 6, 'max_tokens': 2}, True),
+  )
+  def test_client_leaves_while_its_prompt_is_scored(self, fields, is_running):
+    """The next client gets its answer, whether the call was running or waiting."""
+    path = '/v1/completions' if 'prompt' in fields else '/v1/chat/completions'
+    scheduler = self.server.app.service.scheduler
+    score, has_begun, goes_on = scheduler._score, threading.Event(), threading.Event()
+
+    def slow_score(ids):
+      has_begun.set()
+      goes_on.wait(60)
+      return score(ids)
+
+    before = self.num_disconnected()
+    with mock.patch.object(scheduler, '_score', slow_score):
+      if not is_running:
+        blocker = scheduler.control('score', [[5, 6]])
+        self.assertTrue(has_begun.wait(60))
+      with sent(self.server, fields, path):
+        if is_running:
+          self.assertTrue(has_begun.wait(60))
+        else:
+          wait_for(lambda: len(scheduler._calls) == 2)
+      wait_for(lambda: self.num_disconnected() == before + 1)
+      goes_on.set()
+    self.assertEqual(post(self.server, {**fields, 'n': 1}, path).status_code, 200)
+    self.assertTrue(scheduler.is_alive)
 
   def test_failed_engine_is_an_error_and_unhealthy(self):
     with self.assertLogs(level='ERROR'), running() as server:

@@ -296,6 +296,8 @@ class Scheduler:
       self._waiting.extend(requests)
       places = enumerate(self._requests())
       cancelled = [place for place, request in places if request.cancelled]
+      # A caller may have given up a call. From here on it cannot.
+      self._calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
       return _Step(self._closed, requests, cancelled, list(self._calls))
 
   def _has_work(self) -> bool:
@@ -406,7 +408,8 @@ class Scheduler:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
     for call in self._calls:
-      call.done.set_exception(Busy(_STOPS))
+      if call.done.running() or call.done.set_running_or_notify_cancel():
+        call.done.set_exception(Busy(_STOPS))
 
   def _take_waiting(self) -> list[tuple[list[_CacheRow], list[int]]]:
     """Gives idle rows to waiting requests.
