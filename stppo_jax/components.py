@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -139,12 +140,17 @@ class Components:
 def resolve(config: Config) -> Components:
   """Loads the classes and functions that the config names. UserError: a name does not exist."""
   env = config.env
+  source = _task_source(config.data.source)
   reward = _load_function('env.reward', env.reward, rewards.REWARDS)
   if env.reward not in rewards.REWARDS:
     from stppo_jax.envs import custom_rewards  # most runs have none
 
-    max_outage_s = config.retriever.max_outage_s
-    reward = custom_rewards.CustomReward(env.reward, reward, max_outage_s)
+    reward = custom_rewards.CustomReward(
+        env.reward,
+        reward,
+        config.retriever.max_outage_s,
+        have_several=lambda: _have_several_answers(config.data, source),
+    )
   available: dict[str, Any] = {
       'retriever': None,
       'top_k': config.retriever.top_k,
@@ -175,7 +181,7 @@ def resolve(config: Config) -> Components:
         '`reward`: leave it out'
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
-  return Components(config, kind, retriever, _task_source(config.data.source))
+  return Components(config, kind, retriever, source)
 
 
 def plugin_names(config: Config) -> dict[str, str]:
@@ -298,6 +304,15 @@ def _task_source(name: str) -> Callable[[str], list[Task]]:
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split)
   return _checked(_load_function('data.source', name, {}))
+
+
+def _have_several_answers(data: Any, source: Callable[[str], list[Task]]) -> bool:
+  """Returns whether a task of the run has several answers."""
+  for split in (data.train_split, data.eval_split):
+    with contextlib.suppress(UserError):  # a run may have only one of the splits
+      if any(len(task.answers) > 1 for task in source(split)):
+        return True
+  return False
 
 
 def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task]]:

@@ -27,6 +27,7 @@ TRANSCRIPT = '<answer> blue</answer>'
 
 
 def score(function, task=TASK, max_outage_s=0.0, **options):
+  options.setdefault('have_several', lambda: len(task.answers) > 1)
   reward = custom_rewards.CustomReward('mine:reward', function, max_outage_s, **options)
   return reward(task, 'blue', TRANSCRIPT)
 
@@ -91,6 +92,39 @@ class ShapesTest(parameterized.TestCase):
   def test_several_answers_are_a_list(self):
     self.assertEqual(score(verl_any, TWO), 1.0)
 
+  def test_truths_have_one_type_per_run(self):
+    truths = []
+
+    def reward(completions, answer):
+      truths.append(answer[0])
+      return [0.0]
+
+    for several, expected in ((True, [['blue'], ['blue', 'azure']]), (False, ['blue', 'blue'])):
+      with self.subTest(several=several):
+        for task, truth in zip((TASK, TWO), expected):
+          score(reward, task, have_several=lambda: several)
+          self.assertEqual(truths[-1], truth)
+
+  def test_trl_reward_finds_its_form_of_completions(self):
+    def catches_all(completions, answer):
+      try:
+        return [float(truth in turns[0]['content']) for turns, truth in zip(completions, answer)]
+      except Exception:
+        return [0.0]
+
+    async def reads_messages(completions, **kwargs):
+      return [1.0 if 'blue' in completions[0][0]['content'] else 0.0]
+
+    async def reads_texts(completions, **kwargs):
+      return [1.0 if 'blue' in completions[0] else 0.0]
+
+    for function in (catches_all, reads_messages, reads_texts):
+      with self.subTest(function.__name__):
+        reward = custom_rewards.CustomReward('mine:reward', function, 0.0)
+        wrong = types.Task('t3', 'Which?', ('green',))
+        self.assertEqual(reward(wrong, 'red', 'red'), 0.0)  # tells nothing
+        self.assertEqual([reward(TASK, 'blue', TRANSCRIPT) for _ in range(2)], [1.0, 1.0])
+
   @parameterized.parameters(
       (
           lambda prompt, completion, answer: 1,
@@ -102,6 +136,11 @@ class ShapesTest(parameterized.TestCase):
       (lambda data_source, solution_str, ground_truth, tokenizer: 1, 'tokenizer=...'),
       (lambda completions, test_cases: 1, r'completions=\[transcript\], test_cases=...'),
       (Judge, 'is a class'),
+      (lambda question, response, answer: 1, r'answer=task.answers\[0\]\)'),
+      (lambda query, response, answer: 1, r'query=task.question, response=transcript'),
+      (lambda question, answer, solution: 1, r'answer=task.answers\[0\], solution=transcript'),
+      (lambda answer, *rest: 1, 'answer=answer'),
+      (lambda transcript, task, extra: 1, 'extra=...'),
   )
   def test_other_shapes_are_refused_with_a_wrapper(self, function, words):
     with self.assertRaisesRegex(types.UserError, f'^[^\n]*mine:reward[^\n]*{words}'):

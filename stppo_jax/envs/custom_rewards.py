@@ -45,16 +45,20 @@ _FOREIGN = {
     'extra_info': '{}',
     **dict.fromkeys(('prompt', 'question', 'query'), 'task.question'),
     **dict.fromkeys(('prompts', 'questions', 'queries'), '[task.question]'),
-    **dict.fromkeys(('completion', 'response', 'solution'), 'transcript'),
-    **dict.fromkeys(('completions', 'responses', 'solutions'), '[transcript]'),
     **dict.fromkeys(
-        ('ground_truth', 'gold', 'label', 'target', 'reference', 'gold_answer'), 'task.answers[0]'
+        ('completion', 'response', 'solution', 'output', 'prediction', 'generation'), 'transcript'
+    ),
+    **dict.fromkeys(('completions', 'responses', 'solutions', 'outputs'), '[transcript]'),
+    **dict.fromkeys(
+        ('ground_truth', 'gold', 'label', 'target', 'reference', 'gold_answer', 'expected'),
+        'task.answers[0]',
     ),
     **dict.fromkeys(('golds', 'ground_truths', 'gold_answers', 'targets'), 'task.answers'),
     **dict.fromkeys(('labels', 'references'), '[task.answers[0]]'),
     **dict.fromkeys(('sample', 'samples', 'state', 'trainer_state'), 'None'),
 }
 _MAY_BE_OURS = frozenset(('response', 'solution', 'question', 'query', 'state'))  # by position
+_PROBES = 32  # calls with both forms of a completion before a TRL function gets texts
 
 
 class CustomReward:
@@ -73,10 +77,11 @@ class CustomReward:
       function: Callable[..., Any],
       max_outage_s: float,
       clock: Callable[[], float] = time.monotonic,
+      have_several: Callable[[], bool] = lambda: False,  # whether a task has several answers
   ):
     self.__qualname__ = name
     self._name = name
-    self._function = _adapt(name, function)
+    self._function = _adapt(name, function, functools.cache(have_several))
     self._max_outage_s = max_outage_s
     self._clock = clock
     self._last_scored: tuple[types.Task, str, str] | None = None
@@ -142,7 +147,9 @@ class CustomReward:
     guard.pause(min(wait_s, left_s))
 
 
-def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _adapt(
+    name: str, function: Callable[..., Any], have_several: Callable[[], bool]
+) -> Callable[..., Any]:
   """Returns a reward as a function (task, answer, transcript). UserError: it takes something else.
 
   The names of its parameters decide.
@@ -166,17 +173,17 @@ def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
   if 'solution_str' in names and set(required) <= set(_VERL):
     logging.info(
         "config.env.reward=%r has verl's parameters: solution_str is the transcript, and "
-        'ground_truth is the answer of the task, or the list of its answers if it has several',
+        'ground_truth is the answer, or the list of answers if any task of the run has several',
         name,
     )
-    return functools.partial(_call_verl, function, _VERL if takes_all else names)
+    return functools.partial(_call_verl, function, _VERL if takes_all else names, have_several)
   if 'completions' in names and set(required) <= set(_TRL):
     logging.info(
         "config.env.reward=%r has TRL's parameters: it gets lists of one element, and "
         'completions holds the transcript',
         name,
     )
-    return _TrlReward(name, function, names, takes_all)
+    return _TrlReward(name, function, names, takes_all, have_several)
   is_foreign = any(key in _FOREIGN and key not in _MAY_BE_OURS for key in names)
   if not is_foreign and set(required) <= set(_OURS) and set(names) & set(_OURS):
     keys = [key for key in _OURS if key in names]
@@ -189,8 +196,15 @@ def _adapt(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     inspect.signature(function).bind(None, None, None)
   except TypeError:
     is_foreign = True
+  # By position, a name of ours in another place, or `answer` beside names of other libraries, would
+  # be given something else than its author means.
+  for i, key in enumerate(names):
+    is_foreign |= key in _OURS and i != _OURS.index(key)
+  is_foreign |= 'answer' in names and not _FOREIGN.keys().isdisjoint(names)
   if is_foreign:
     raise _refusal(name, names, required)
+  if names[: len(_OURS)] != list(_OURS):
+    logging.info('config.env.reward=%r is called by position with (task, answer, transcript)', name)
   return function
 
 
@@ -211,17 +225,17 @@ def _refusal(name, names, required):
   )
 
 
-def _ground_truth(task: types.Task) -> Any:
-  """Returns the answer of a task in verl's way: a text, or a list if there are several."""
-  return task.answers[0] if len(task.answers) == 1 else list(task.answers)
+def _ground_truth(task: types.Task, have_several: Callable[[], bool]) -> Any:
+  """Returns the answer of a task in verl's way: a text, or a list if any task has several."""
+  return list(task.answers) if have_several() else task.answers[0]
 
 
-def _call_verl(function, names, task, answer, transcript):
+def _call_verl(function, names, have_several, task, answer, transcript):
   del answer
   values = {
       'data_source': task.dataset,
       'solution_str': transcript,
-      'ground_truth': _ground_truth(task),
+      'ground_truth': _ground_truth(task, have_several),
       'extra_info': {'index': task.id, 'question': task.question, 'split': task.split},
   }
   return function(**{key: value for key, value in values.items() if key in names})
@@ -230,15 +244,19 @@ def _call_verl(function, names, task, answer, transcript):
 class _TrlReward:
   """A function with TRL's parameters, called with lists of one element.
 
-  A function that cannot read completions as texts gets them as messages, as TRL gives both.
+  TRL gives completions as texts or as messages, and the function may be made for either. It gets
+  both until one form raises an error or has another score. The form that works, or that has the
+  higher score, is used from then on.
   """
 
-  def __init__(self, name, function, names, takes_all):
+  def __init__(self, name, function, names, takes_all, have_several):
     self._name = name
     self._function = function
     self._names = names
     self._takes_all = takes_all
+    self._have_several = have_several
     self._gives_messages: bool | None = None  # None: not known yet
+    self._num_probes = 0
 
   def __call__(self, task: types.Task, answer: str, transcript: str) -> Any:
     del answer
@@ -246,19 +264,37 @@ class _TrlReward:
     if self._gives_messages is not None:
       return self._call(columns, task, transcript, self._gives_messages)
     try:
-      value = self._call(columns, task, transcript, False)
-      self._gives_messages = False
-    except (TypeError, AttributeError) as error:
+      of_text = self._call(columns, task, transcript, False)
+    except (TypeError, AttributeError, KeyError) as error:
       try:
-        value = self._call(columns, task, transcript, True)
+        of_messages = self._call(columns, task, transcript, True)
       except Exception:
         raise error from None
       self._gives_messages = True
-    return value
+      return of_messages
+    self._compare(of_text, columns, task, transcript)
+    return of_text if not self._gives_messages else self._call(columns, task, transcript, True)
+
+  def _compare(self, of_text, columns, task, transcript):
+    """Decides which form the function reads, if its scores differ."""
+    self._num_probes += 1
+    text_score = rewards.read_score(self._name, of_text, task, transcript)
+    try:
+      of_messages = self._call(columns, task, transcript, True)
+      messages_score = rewards.read_score(self._name, of_messages, task, transcript)
+    except Exception:  # it reads no messages
+      self._gives_messages = False
+      return
+    if text_score != messages_score:
+      self._gives_messages = messages_score > text_score
+      form = 'messages' if self._gives_messages else 'texts'
+      logging.info('the reward %r gets completions as %s', self._name, form)
+    elif self._num_probes >= _PROBES:
+      self._gives_messages = False
 
   def _columns(self, task):
     """Returns the columns by name, each with one element."""
-    columns = dict.fromkeys(_TRUTHS, _ground_truth(task))
+    columns = dict.fromkeys(_TRUTHS, _ground_truth(task, self._have_several))
     columns |= {'answers': list(task.answers), 'question': task.question}
     return {key: [value] for key, value in columns.items() if self._takes_all or key in self._names}
 
@@ -272,10 +308,7 @@ class _TrlReward:
     if self._takes_all or 'prompts' in self._names:
       values['prompts'] = [prompt]
     value = self._function(**values)
-    return self._first_of(value) if inspect.isawaitable(value) else self._first(value)
-
-  async def _first_of(self, values):
-    return self._first(await values)
+    return self._first(_wait_for(value) if inspect.isawaitable(value) else value)
 
   def _first(self, values):
     """Returns the element of a list of one. UserError: it is something else.

@@ -1,5 +1,9 @@
 """Scores of an answer: exact match, substring match, F1, and the format of the agent's text.
 
+`exact_match`, `sub_exact_match` and `f1` are the functions of SQuAD and Search-R1. The rewards
+`em`, `sub_em` and `f1` compare numbers as numbers and options by their letters. `search_r1` is
+Search-R1's exact match.
+
 `config.env.reward` names one of REWARDS, or `module:attribute`. A reward is a function (task,
 answer, transcript) -> float. The environment calls it once, with the answer that ended the episode
 and the agent's text with the observations in between. An episode without an answer has reward 0.
@@ -19,6 +23,7 @@ import unicodedata
 
 from stppo_jax import thoughts
 from stppo_jax import types
+from stppo_jax.envs import numerals
 
 Reward = Callable[[types.Task, str, str], float]
 
@@ -106,33 +111,97 @@ def format_reward(correct: bool, formed: bool) -> float:
   return 0.2 if formed else 0.1
 
 
-def resolve_choice(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
-  """Returns (answer, golds). In multiple choice, a letter is replaced by its option's text.
+def same_answer(answer: str, gold: str) -> bool:
+  """Returns whether an answer is right: equal as numbers if the gold is one, else as texts.
 
-  `B`, `b`, `(B)`, `B.` and `B) Paris` all mean option B, the last only if B is Paris. A marked
-  letter with another option's text is no answer. Letters come first because the normalisation of
-  answers, made for words, would drop `A` as an article.
+  Texts are normalised as in `exact_match`, but signs that carry meaning count, see numerals.py.
   """
-  if not task.options:
-    return answer, task.answers
-  text_by_letter = dict(task.options)
-  golds = (text_by_letter[task.letter],)
-  texts = [text for _, text in task.options]
-  for letter, text in task.options:
+  value = numerals.number(gold)
+  if value is not None:
+    return numerals.number(answer) == value
+  return _text_key(answer) == _text_key(gold)
+
+
+def chosen_letter(answer: str, task: types.Task) -> str | None:
+  """Returns the letter of the option that an answer names, '' if it contradicts itself, or None.
+
+  `B`, `b`, `(B)`, `B.` and `B) Paris` all name option B, the last only if B is Paris. A marked
+  letter with another option's text contradicts itself. An answer without a letter names the option
+  with exactly this text, or else the only one that is equal as an answer.
+  """
+  for letter, _ in task.options:
     match = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
     if not match:
       continue
     mark, rest = match.groups()
-    if not rest or exact_match(rest, [text]):
-      return text, golds
-    if mark and exact_match(rest, texts):
-      return '', golds
-  return answer, golds
+    letters = _letters_of_text(rest, task)
+    if not rest or letter in letters:
+      return letter
+    if mark and letters:
+      return ''
+  letters = _letters_of_text(answer, task)
+  if not letters:
+    return None
+  return letters[0] if len(letters) == 1 else ''
 
 
-def _of_answer(score: Callable[..., float]) -> Reward:
+def _letters_of_text(text: str, task: types.Task) -> list[str]:
+  """Returns the letters of the options with this text: exactly, or else as an answer."""
+  for key in (str.strip, _without_spaces, _answer_key):
+    letters = [letter for letter, other in task.options if key(other) == key(text)]
+    if letters:
+      return letters
+  return []
+
+
+def _of_answer(score: Callable[[str, Sequence[str]], float]) -> Reward:
   """Returns the reward that is the score of an answer."""
-  return lambda task, answer, transcript: score(*resolve_choice(answer, task))
+
+  def reward(task, answer, transcript):
+    del transcript
+    if not task.options:
+      return score(answer, task.answers)
+    letter = chosen_letter(answer, task)
+    if letter is not None:
+      return float(letter == task.letter)
+    gold = dict(task.options)[task.letter]
+    # An option within another one is not chosen by a sentence about the other one.
+    longer = [text for _, text in task.options if gold in text and gold != text]
+    if any(_sub_em(answer, [text]) for text in longer):
+      return 0.0
+    return score(answer, [gold])
+
+  return reward
+
+
+def _em(answer, golds):
+  return float(any(same_answer(answer, gold) for gold in golds))
+
+
+def _sub_em(answer, golds):
+  """Returns 1.0 if any gold is within the answer. A gold with digits has to be whole words."""
+  if _em(answer, golds):
+    return 1.0
+  words = f' {normalize_answer(numerals.spell_signs(answer))} '
+  numbers = set(numerals.numbers_in(answer))
+  for gold in golds:
+    value = numerals.number(gold)
+    text = normalize_answer(numerals.spell_signs(gold))
+    if value is not None:
+      is_within = value in numbers
+    elif any(map(str.isdigit, text)):
+      is_within = f' {text} ' in words
+    else:
+      is_within = bool(text) and text in words
+    if is_within:
+      return 1.0
+  return 0.0
+
+
+def _f1(answer, golds):
+  if _em(answer, golds):
+    return 1.0
+  return f1(numerals.spell_signs(answer), [numerals.spell_signs(gold) for gold in golds])
 
 
 def _format(task, answer, transcript):
@@ -141,10 +210,11 @@ def _format(task, answer, transcript):
 
 
 REWARDS: dict[str, Reward] = {
-    'em': _of_answer(exact_match),
-    'sub_em': _of_answer(sub_exact_match),
-    'f1': _of_answer(f1),
+    'em': _of_answer(_em),
+    'sub_em': _of_answer(_sub_em),
+    'f1': _of_answer(_f1),
     'format': _format,
+    'search_r1': _of_answer(exact_match),
 }
 SCORES = ('em', 'f1', 'sub_em')  # need the answer alone
 
@@ -211,6 +281,20 @@ def _finite(value: Any) -> float | None:
 
 def _as_list(golds):
   return [golds] if isinstance(golds, str) else golds
+
+
+def _answer_key(text):
+  """Returns a value that is equal for answers that are equal."""
+  value = numerals.number(text)
+  return _text_key(text) if value is None else value
+
+
+def _text_key(text):
+  return _comparable(numerals.spell_signs(text))
+
+
+def _without_spaces(text):
+  return ''.join(text.lower().split())
 
 
 def _comparable(text):

@@ -1,0 +1,187 @@
+"""Numbers and signs in answers: cases worked by hand, and agreement with Search-R1 on words."""
+
+import fractions
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies
+
+from stppo_jax import types
+from stppo_jax.envs import numerals
+from stppo_jax.envs import rewards
+
+HALF = fractions.Fraction(1, 2)
+WORDS = strategies.text('abc XYZé,.;!?"\'', max_size=12)
+
+
+def choice(*texts, letter='A'):
+  options = tuple(zip('ABCDE', texts))
+  return types.Task('t', 'Which?', (dict(options)[letter],), options=options, letter=letter)
+
+
+class NumberTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('5', 5),
+      ('-5', -5),
+      ('\u22125', -5),  # the sign of mathematics
+      ('+5', 5),
+      ('5.0', 5),
+      ('.5', HALF),
+      ('0.50', HALF),
+      ('1/2', HALF),
+      ('-1/2', -HALF),
+      ('1 1/2', 3 * HALF),
+      ('-1 1/2', -3 * HALF),
+      ('1,234,567', 1234567),
+      ('$1,000', 1000),
+      ('-$5', -5),
+      ('50%', 50),
+      (r'50\%', 50),
+      ('$-5$', -5),
+      (r'\(\frac{1}{2}\)', HALF),
+      (r'-\dfrac{1}{2}', -HALF),
+      (' **5** ', 5),
+      ('5.', 5),
+      ('0', 0),
+  )
+  def test_numbers(self, text, value):
+    self.assertEqual(numerals.number(text), value)
+
+  @parameterized.parameters(
+      '',
+      '-',
+      '.',
+      '007',
+      '1,23',
+      '1/0',
+      '01/2',
+      '5 kg',
+      '1-2',
+      '1e5',
+      'x',
+      '1.2.3',
+      '1,2',
+      '9' * 101,
+  )
+  def test_other_texts(self, text):
+    self.assertIsNone(numerals.number(text))
+
+  def test_numbers_in_a_text(self):
+    found = numerals.numbers_in('It is x=-5, not 15, 3-4 or 1,000.50; half is 1/2.')
+    self.assertEqual(list(found), [-5, 15, 3, 4, fractions.Fraction(2001, 2), HALF])
+
+  @hypothesis.given(strategies.fractions(), strategies.booleans())
+  def test_written_number_is_read(self, value, plus):
+    text = f'+{value}' if plus and value >= 0 else str(value)
+    self.assertEqual(numerals.number(text), value)
+
+
+class SameAnswerTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('5', '-5'),
+      ('12', '1/2'),
+      ('35', '3.5'),
+      ('x2', 'x^2'),
+      ('x + 1', 'x - 1'),
+      ('p < q', 'p > q'),
+      ('C#', 'C++'),
+      ('C', 'C++'),
+      ('A', 'A+'),
+      ('Ca2-', 'Ca2+'),
+      ('21', '2:1'),
+      ('15', '1.5'),
+      ('5 kg', '-5 kg'),
+      ('5 kg', '.5 kg'),
+      ('7', '007'),
+      (r'\frac{1}{2}', r'-\frac{1}{2}'),
+      (r'\sqrt{2}', r'-\sqrt{2}'),
+      ('5', 'five'),
+      ('', '5'),
+  )
+  def test_signs_matter(self, answer, gold):
+    self.assertFalse(rewards.same_answer(answer, gold))
+    self.assertTrue(rewards.same_answer(gold, gold))
+
+  @parameterized.parameters(
+      ('0.5', '1/2'),
+      ('1000', '1,000'),
+      ('B52', 'B-52'),
+      ('xray', 'x-ray'),
+      ('x+1', 'x + 1'),
+      ('us', 'The U.S.'),
+      ('July 4 1776', 'July 4, 1776'),
+      ('well known', 'well  known.'),
+      ('**Paris**', 'Paris'),
+      ('1,000 km', '1000 km'),
+  )
+  def test_spelling_does_not_matter(self, answer, gold):
+    self.assertTrue(rewards.same_answer(answer, gold))
+
+  @hypothesis.given(WORDS, WORDS)
+  def test_words_are_compared_as_search_r1_does(self, answer, gold):
+    self.assertEqual(rewards.same_answer(answer, gold), rewards.exact_match(answer, [gold]) == 1.0)
+
+  @hypothesis.given(strategies.text(alphabet=strategies.sampled_from('a5-+*/^=.,: $%\\')))
+  def test_gold_answers_itself(self, gold):
+    self.assertEqual(
+        rewards.scores(types.Task('t', 'q', (gold,)), gold),
+        dict.fromkeys(('em', 'f1', 'sub_em'), 1.0),
+    )
+
+
+class RewardTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('-5', '5'),
+      ('x + 1', 'x - 1'),
+      ('3.5', '35'),
+      ('1/2', '12'),
+      ('C++', 'C#'),
+      ('p > q', 'p < q'),
+      ('Ca2+', 'Ca2-'),
+      ('Na+', 'Na-'),
+      ('A', 'an'),
+  )
+  def test_options_that_differ_in_signs(self, right, wrong):
+    task = choice(right, wrong)
+    for answer in ('A', '(A)', 'a', f'A) {right}', right):
+      with self.subTest(answer):
+        self.assertEqual(set(rewards.scores(task, answer).values()), {1.0})
+    for answer in ('B', '(B)', 'b', f'B) {wrong}', wrong, f'A) {wrong}'):
+      with self.subTest(answer):
+        self.assertEqual(set(rewards.scores(task, answer).values()), {0.0})
+
+  def test_letter_decides_all_scores(self):
+    task = choice('5', '15', '5 apples')
+    for answer in ('B', '15', 'It is 15', '5 apples'):
+      self.assertEqual(rewards.REWARDS['sub_em'](task, answer, ''), 0.0, answer)
+    self.assertEqual(rewards.REWARDS['sub_em'](task, 'It is 5.', ''), 1.0)
+    self.assertEqual(rewards.scores(task, 'B')['f1'], 0.0)
+
+  def test_option_within_another_one(self):
+    task = choice('increase', 'no increase')
+    self.assertEqual(rewards.REWARDS['sub_em'](task, 'There is no increase', ''), 0.0)
+    self.assertEqual(rewards.REWARDS['sub_em'](task, 'There is an increase', ''), 1.0)
+
+  def test_ambiguous_text_is_no_answer(self):
+    task = choice('CO', 'Co', 'co.')
+    self.assertEqual(rewards.REWARDS['em'](task, 'CO', ''), 1.0)
+    self.assertEqual(rewards.REWARDS['em'](task, 'co', ''), 0.0)
+
+  def test_number_within_an_answer(self):
+    task = types.Task('t', 'q', ('5',))
+    rows = {'so it is 5.': 1, 'x=5': 1, '5kg': 1, '15': 0, 'it is -5': 0, '0.5': 0, '5.5': 0}
+    for answer, expected in rows.items():
+      self.assertEqual(rewards.REWARDS['sub_em'](task, answer, ''), expected, answer)
+
+  def test_rule_of_search_r1(self):
+    task = types.Task('t', 'q', ('-5',))
+    self.assertEqual(rewards.REWARDS['em'](task, '5', ''), 0.0)
+    self.assertEqual(rewards.REWARDS['search_r1'](task, '5', ''), 1.0)
+
+
+if __name__ == '__main__':
+  absltest.main()
