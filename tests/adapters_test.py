@@ -339,6 +339,54 @@ class ReasoningGymTest(parameterized.TestCase):
       self.assertBetween(info['metrics']['score'], 0.01, 0.99)
       self.assertEqual(reward, info['metrics']['score'] if partial else 0.0)
 
+  @parameterized.parameters(
+      ('prime_factorization', 'The answer is 5'),
+      ('prime_factorization', '1,000'),
+      ('boxnet', '3.5'),
+      ('boxnet', '[1]'),
+      ('game_of_life', '{"a": 1}'),
+  )
+  def test_answer_that_cannot_be_parsed_scores_zero(self, name, answer):
+    need(self, 'reasoning_gym')
+    env = resolve(f'reasoning_gym:{name}').env(Task('t'), 3)
+    env.reset(seed=3)
+    _, reward, is_over, _, info = env.step(f'<answer>{answer}</answer>')
+    self.assertEqual((reward, is_over, info['action']), (0.0, True, 'answer'))
+    self.assertEqual(info['metrics'], {'solved': 0.0, 'score': 0.0, 'answered': 1.0})
+
+  def test_scorer_that_raises_gives_zero(self):
+    env, _ = self.make_with_scorer(lambda answer: float(int(answer) == 7))
+    rewards = {answer: env.step(f'<answer>{answer}</answer>')[1] for answer in ('7', '8', 'seven')}
+    self.assertEqual(rewards, {'7': 1.0, '8': 0.0, 'seven': 0.0})
+
+  def test_scorer_that_accepts_anything_is_warned_of(self):
+    _, lines = self.make_with_scorer(lambda answer: 1.0)
+    self.assertRegex(' '.join(lines), "gives the full score to 'I do not know'")
+    _, lines = self.make_with_scorer(lambda answer: 0.5)
+    self.assertEmpty(lines)
+
+  def make_with_scorer(self, score):
+    """Returns an environment whose data set scores by a function, and the warnings of a reset."""
+
+    class Dataset:
+
+      def __init__(self, seed, size):
+        del seed, size
+
+      def __getitem__(self, index):
+        return {'question': f'Question {index}', 'answer': '7'}
+
+      def score_answer(self, answer, entry):
+        del entry
+        return score(answer)
+
+    env = packages.adapt(rg_lib.ReasoningGymEnv, Dataset, 'reasoning_gym:stub', 'stub')(Task('t'))
+    with mock.patch.object(rg_lib.logging, 'log_first_n') as log:
+      env.reset(seed=1)
+    return env, [
+        call.args[1] % call.args[3:] for call in log.call_args_list if 'gives' in call.args[1]
+    ]
+
   def test_rejected_options(self):
     need(self, 'reasoning_gym')
     for options in ({'min_terms': 0}, {'no_such': 1}):

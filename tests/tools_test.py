@@ -1,5 +1,6 @@
 """The environment `tools`: workers, limits, rejected calls, and a run of the training loop."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -19,13 +20,16 @@ from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import validation
 from stppo_jax.envs import calculator
+from stppo_jax.envs import guard
 from stppo_jax.envs import stepping
 from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
 from stppo_jax.envs import tools
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
 from stppo_jax.types import Passage
+from stppo_jax.types import Stopped
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -415,6 +419,104 @@ class McpAnswerTest(parameterized.TestCase):
     self.assertEqual(tool_runners._answer_text(answer), wanted)
 
 
+class FakeMcpServer(tool_runners.McpServer):
+  """A server whose client runs functions in this process, and whose starts are counted."""
+
+  def __init__(self, **functions):
+    super().__init__('program', tool_runners.ToolLimits(timeout_s=1.0))
+    self._functions = functions
+    self.starts = 0
+
+  def _start(self):
+    if self._client is None:
+      self.starts += 1
+      self._client = types.SimpleNamespace(**self._functions)
+
+  def _run(self, timeout_s, function, *arguments):
+    return function(*arguments)
+
+
+def listing(*names, cursor=None):
+  tools = [types.SimpleNamespace(name=name) for name in names]
+  return types.SimpleNamespace(tools=tools, next_cursor=cursor)
+
+
+class McpSessionTest(absltest.TestCase):
+
+  def test_call_that_fails_alone_keeps_the_server(self):
+    def call_tool(name, arguments):
+      if name == 'mean':
+        raise RuntimeError('Invalid structured content returned by tool mean')
+      return types.SimpleNamespace(content=[], structured_content=arguments, is_error=False)
+
+    server = FakeMcpServer(call_tool=call_tool, list_tools=lambda **_: listing('mean', 'add'))
+    for name in ('add', 'mean', 'mean', 'add'):
+      status = server.call(name, {'x': 1}).status
+      self.assertEqual(status, tool_runners.FAILED if name == 'mean' else tool_runners.OK)
+    self.assertEqual(server.starts, 1)
+
+  def test_connection_that_is_over_restarts_the_server(self):
+    def fail(*_, **__):
+      raise ConnectionError('closed')
+
+    server = FakeMcpServer(call_tool=fail, list_tools=fail)
+    for starts in (1, 2):
+      self.assertEqual(server.call('add', {}).status, tool_runners.FAILED)
+      self.assertEqual(server.starts, starts)
+
+  def test_all_pages_of_tools_are_listed(self):
+    pages = {None: listing(cursor='b'), 'b': listing('x', 'y', cursor=''), '': listing('z')}
+    server = FakeMcpServer(list_tools=lambda cursor: pages[cursor])
+    self.assertEqual([tool.name for tool in server.list_tools()], ['x', 'y', 'z'])
+
+  def test_list_of_tools_without_end_is_refused(self):
+    server = FakeMcpServer(list_tools=lambda cursor: listing('x', cursor='again'))
+    with self.assertRaisesRegex(ValueError, "does not end: 1 pages, then 'again'"):
+      server.list_tools()
+
+  def test_server_does_not_act_for_ended_episodes(self):
+    calls = []
+    is_free = threading.Event()
+
+    def call_tool(name, arguments):
+      calls.append(arguments['episode'])
+      is_free.wait(10)
+      return types.SimpleNamespace(content=[], structured_content={}, is_error=False)
+
+    server = FakeMcpServer(call_tool=call_tool, list_tools=lambda **_: listing('act'))
+    stop_signal = StopSignal()
+    guarded = guard.Guard(30.0, stop_signal)
+
+    def play(episode):
+      with contextlib.suppress(Stopped):
+        guarded.call('a tool', server.call, 'act', {'episode': episode})
+
+    threads = [threading.Thread(target=play, args=(episode,)) for episode in range(5)]
+    for thread in threads:
+      thread.start()
+    while not calls:
+      time.sleep(0.01)
+    stop_signal.set()  # all episodes end, one of them within its call
+    for thread in threads:
+      thread.join()
+    is_free.set()
+    with server._lock:  # what was in progress has ended
+      pass
+    time.sleep(0.6)  # longer than a queued call looks at its signal
+    self.assertLen(calls, 1)
+
+  def test_queue_of_a_server_is_not_in_the_limit(self):
+    lock = threading.Lock()
+    lock.acquire()
+    threading.Timer(0.6, lock.release).start()
+
+    def hold():
+      with guard.hold(lock):
+        return 'held'
+
+    self.assertEqual(guard.Guard(0.3).call('a tool', hold), 'held')
+
+
 class McpTest(absltest.TestCase):
 
   def setUp(self):
@@ -427,7 +529,9 @@ class McpTest(absltest.TestCase):
   def test_server_over_stdio(self):
     names = (f'mcp:{sys.executable} {ROOT}/tests/support/mcp_server.py', 'calculator')
     env = make(names=names, timeout_s=3.0)
-    self.assertEqual(list(env._tools), ['mix', 'wait', 'fail', 'calculator'])
+    self.assertEqual(
+        list(env._tools), ['mix', 'wait', 'fail', 'add', 'mean', 'refuse', 'calculator']
+    )
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     mix = call % ('mix', '{"first": "red", "second": "blue"}')
     self.assertEqual(env.step(mix)[0], 'red and blue')
@@ -440,6 +544,17 @@ class McpTest(absltest.TestCase):
     self.assertIn('is a required property', env.step(call % ('mix', '{"first": "red"}'))[0])
     env.reset()
     self.assertEqual(env.step(mix)[0], 'red and blue')  # started again, under a limit of its own
+
+  def test_server_keeps_its_state_after_failed_calls(self):
+    server = tool_runners.McpServer(
+        f'{sys.executable} {ROOT}/tests/support/mcp_server.py', tool_runners.ToolLimits()
+    )
+    self.addCleanup(server._end)
+    add = lambda x: server.call('add', {'x': x}).text
+    self.assertEqual(add(5), '5')
+    for name, arguments in (('mean', {'values': []}), ('refuse', {}), ('fail', {}), ('none', {})):
+      self.assertEqual(server.call(name, arguments).status, tool_runners.FAILED, name)
+    self.assertEqual(add(1), '6')
 
   def test_command_without_server(self):
     for command in ('/no/such/program', f'{sys.executable} -c pass'):

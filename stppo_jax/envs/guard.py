@@ -5,6 +5,8 @@ the call returns, takes too long, or the run stops. A call that is blocked stays
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import contextvars
 import math
 import queue
@@ -115,6 +117,30 @@ def pause(seconds: float) -> None:
   if job.stop_signal.wait(seconds):
     raise types.Stopped
   job.deadline = time.monotonic() + job.timeout_s
+
+
+@contextlib.contextmanager
+def hold(lock: threading.Lock) -> Iterator[None]:
+  """Holds a lock in a guarded call. The time limit of the call starts when it has the lock.
+
+  Raises Stopped if nobody waits for the call any more.
+  """
+  job = _CURRENT.get()
+  if job is None:
+    with lock:
+      yield
+    return
+  job.deadline = math.inf
+  while not lock.acquire(timeout=_POLL_S):
+    if job.stop_signal.is_set():
+      raise types.Stopped
+  try:
+    job.deadline = time.monotonic() + job.timeout_s
+    if job.stop_signal.is_set():
+      raise types.Stopped
+    yield
+  finally:
+    lock.release()
 
 
 def has_left_calls() -> bool:

@@ -8,6 +8,7 @@ import atexit
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -19,12 +20,14 @@ import sys
 import threading
 from typing import Any
 
+from stppo_jax.envs import guard
 from stppo_jax.envs import tool_worker
 
 OK = tool_worker.OK
 FAILED = tool_worker.FAILED
 TIMED_OUT = 'timed_out'
 
+_MAX_PAGES = 1000  # of a server's list of tools
 _START_S = 60.0  # limit of a process's start; an MCP server may have to be downloaded first
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -131,7 +134,8 @@ class Worker:
 class McpServer:
   """A server of the Model Context Protocol, started as a command and called by its own client.
 
-  A server that fails, or does not answer in time, is ended. The next call starts it again.
+  A server that does not answer in time, or that answers nothing after a failed call, is ended. The
+  next call starts it again.
   """
 
   def __init__(self, command: str, limits: ToolLimits):
@@ -148,14 +152,17 @@ class McpServer:
     with self._lock:
       try:
         self._start()
-        return self._run(_START_S, self._client.list_tools).tools
+        return self._all_pages()
       except BaseException:
         self._end()
         raise
 
   def call(self, name: str, arguments: Mapping[str, Any]) -> Outcome:
-    """Calls a tool and returns its answer as a text, see `_answer_text`."""
-    with self._lock:
+    """Calls a tool and returns its answer as a text, see `_answer_text`.
+
+    Raises Stopped, without a call, if the episode ended while other calls were in progress.
+    """
+    with guard.hold(self._lock):
       try:
         self._start()
         answer = self._run(self._limits.timeout_s, self._client.call_tool, name, dict(arguments))
@@ -163,11 +170,36 @@ class McpServer:
         self._end()
         return Outcome(f'no result within {self._limits.timeout_s:g} seconds', TIMED_OUT)
       except Exception as error:  # the server may make its client raise anything
-        self._end()
+        if not self._answers():
+          self._end()
         text = f'{type(error).__name__}: {error}'
         return Outcome(tool_worker.cut(text, self._limits.max_chars), FAILED)
     text = tool_worker.cut(_answer_text(answer), self._limits.max_chars)
     return Outcome(text, FAILED if answer.is_error else OK)
+
+  def _all_pages(self):
+    tools: list[Any] = []
+    cursors: set[str] = set()
+    cursor = None
+    while True:
+      ask = functools.partial(self._client.list_tools, cursor=cursor)
+      page = self._run(_START_S, ask)
+      tools += page.tools
+      cursor = page.next_cursor
+      if cursor is None:
+        return tools
+      if cursor in cursors or len(cursors) == _MAX_PAGES:
+        raise ValueError(f'its list of tools does not end: {len(cursors)} pages, then {cursor!r}')
+      cursors.add(cursor)
+
+  def _answers(self) -> bool:
+    """Returns whether the session still works: a call may fail alone."""
+    try:
+      ask = functools.partial(self._client.list_tools, cache_mode='bypass')
+      self._run(self._limits.timeout_s, ask)
+    except Exception:  # the connection is over, for whatever reason
+      return False
+    return True
 
   def _start(self):
     import anyio.from_thread

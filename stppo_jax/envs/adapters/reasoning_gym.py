@@ -32,6 +32,7 @@ _FUNCTIONS = frozenset(
     'sin cos tan cot sec csc asin acos atan acot sinh cosh tanh asinh acosh atanh exp log ln sqrt '
     'abs Abs erf Integer Rational'.split()
 )
+_NO_ANSWER = 'I do not know'
 INSTRUCTIONS = '\nWrite the final answer between <answer> and </answer>.\n'
 
 
@@ -87,6 +88,7 @@ class ReasoningGymEnv(packages.PackageEnv):
     ):
       self._dataset = self.construct(**self._options, seed=seed, size=1)
       self._entry = self._dataset[0]
+    self._warn_of_free_scores()
     return f'{self._entry["question"]}{self._instructions}', {}
 
   def step(self, action: str) -> protocol.Step:
@@ -111,7 +113,29 @@ class ReasoningGymEnv(packages.PackageEnv):
           answer,
       )
       return 0.0
-    return float(self._dataset.score_answer(answer=answer, entry=self._entry))
+    try:
+      return float(self._dataset.score_answer(answer=answer, entry=self._entry))
+    except Exception as error:  # some data sets cannot parse every answer
+      logging.log_first_n(
+          logging.WARNING,
+          '%s cannot read the answer %.80r (%s): it is scored 0, as are others like it',
+          1,
+          self.kind,
+          answer,
+          packages.describe(error),
+      )
+      return 0.0
+
+  def _warn_of_free_scores(self):
+    """Logs a warning if a text without an answer has the full score."""
+    if self._score(_NO_ANSWER) > 1 - 1e-6:
+      logging.log_first_n(
+          logging.WARNING,
+          '%s gives the full score to %r: its rewards do not tell right from wrong answers',
+          1,
+          self.kind,
+          _NO_ANSWER,
+      )
 
   def _answer(self, action):
     if self._tagged:
