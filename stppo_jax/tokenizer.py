@@ -71,8 +71,7 @@ class Tokenizer:
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
     library = self.control_library if control else self.text_library
-    encoding = library.encode(types.without_surrogates(text), add_special_tokens=False)
-    return encoding.ids
+    return _encode(library, text).ids
 
   def begin(self, ids: list[int]) -> list[int]:
     """Returns the ids of a first text, after the tokens that begin one unless it has them."""
@@ -108,7 +107,7 @@ class Tokenizer:
     Each text between two of them is encoded as one.
     """
     text = types.without_surrogates(text)
-    encoding = self.control_library.encode(text, add_special_tokens=False)
+    encoding = _encode(self.control_library, text)
     ids: list[int] = []
     end = 0
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):
@@ -141,8 +140,7 @@ class Tokenizer:
 
   def encode_plain(self, text: str) -> list[int]:
     """Returns ids of a text, none of which is an added token."""
-    text = types.without_surrogates(text)
-    return self.passage_library.encode(text, add_special_tokens=False).ids
+    return _encode(self.passage_library, text).ids
 
   def decode(self, ids: Ids) -> str:
     """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
@@ -154,6 +152,12 @@ class Tokenizer:
   def pieces(self, ids: Ids) -> list[str]:
     """Returns one printable string per token, for reports; replaces bytes that are not UTF-8."""
     return [self.decode([i]) for i in ids]
+
+
+def _encode(library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+  """Encodes a text. Other threads run meanwhile: `encode` would keep the interpreter's lock."""
+  (encoding,) = library.encode_batch([types.without_surrogates(text)], add_special_tokens=False)
+  return encoding
 
 
 def load_tokenizer(

@@ -1,6 +1,7 @@
 """Sessions: recorded turns, segments and rewards, by hand. Messages are tried in template_test."""
 
 import dataclasses
+import threading
 import types
 from unittest import mock
 
@@ -38,6 +39,21 @@ class SessionTest(absltest.TestCase):
     plan = self.session.plan_prompt(prompt)
     said = {'role': 'assistant', 'content': ''}
     return self.session.record(plan, tokens, [-0.5] * len(tokens), [said])
+
+  def test_reward_comes_in_while_a_prompt_is_encoded(self):
+    reward = threading.Thread(target=self.session.reward, args=(1.0,))
+    was_blocked = []
+
+    def encode(ids):
+      reward.start()
+      reward.join(10)
+      was_blocked.append(reward.is_alive())
+      return list(ids)
+
+    with mock.patch.object(IDS_ONLY, 'encode_prompt', encode):
+      self.turn([1, 2], [3])
+    self.assertEqual(was_blocked, [False])
+    self.assertTrue(self.session.has_reward)
 
   def episodes(self):
     return self.session.episodes(Task('a', 'b', ('c',)), 0)

@@ -77,6 +77,25 @@ class TemplateTest(parameterized.TestCase):
     template = template or self.template
     return sessions.Session(template, jax.random.key(0), sessions.Sampling(), **kwargs)
 
+  @parameterized.parameters('a word ', 'ab', '\u00e9\u4e2d', '{"a":[1,2]},')
+  def test_only_beginning_of_far_too_long_text_is_encoded(self, part):
+    tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
+    text = part * 3000
+    for template_tokenizer in (tokenizer, tiny_tokenizer.load(MESSAGES % TURN)):
+      template = template_lib.Template(template_tokenizer, 100, limits_prompts=True)
+      fits = template_lib.Template(template_tokenizer, 50_000, limits_prompts=True)
+      for call in (
+          lambda encoder: encoder.encode([{'role': 'user', 'content': text}]),
+          lambda encoder: encoder.encode_prompt(text),
+          lambda encoder: encoder.encode_after([5], [{'role': 'user', 'content': text}]),
+      ):
+        with mock.patch.object(chat, '_encode', wraps=chat._encode) as encode:
+          with self.assertRaisesRegex(template_lib.TooLong, 'at least'):
+            call(template)
+        for encoded in encode.call_args_list:
+          self.assertLessEqual(len(encoded.args[1]), 100 * 8)
+        self.assertGreater(len(call(fits)), 100 * 8 // 5)
+
   @parameterized.parameters(([USER],), ([USER, SAID, RESULT],), ([RESULT, USER, USER],))
   def test_ids_equal_rendered_text(self, messages):
     for tools in ((), ({'type': 'function', 'function': {'name': 'search'}},)):

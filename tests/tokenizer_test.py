@@ -4,7 +4,9 @@ import functools
 import json
 import os
 import pathlib
+import sys
 import tempfile
+import threading
 import time
 
 from absl.testing import absltest
@@ -147,6 +149,29 @@ class TokenizerTest(parameterized.TestCase):
     super().setUp()
     self.folder = tiny_tokenizer.write(_folder(self))
     self.tokenizer = chat.load_tokenizer(self.folder)
+
+  @parameterized.parameters('encode', 'encode_plain')
+  def test_other_threads_run_during_long_encode(self, name):
+    tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
+    text = 'Other threads run while this is encoded. ' * 20_000
+    is_over = threading.Event()
+    num_rounds = 0
+
+    def count():
+      nonlocal num_rounds
+      while not is_over.is_set():
+        num_rounds += 1
+
+    self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = num_rounds
+    getattr(tokenizer, name)(text)
+    after = num_rounds
+    is_over.set()
+    thread.join()
+    self.assertGreater(after - before, 200_000)
 
   def test_fields(self):
     self.assertEqual(self.tokenizer.pad_id, 0)

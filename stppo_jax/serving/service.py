@@ -58,9 +58,8 @@ class Service:
     self._grammars = grammars
     self._forces_in_sessions = forces_in_sessions
     self._recording = recording or sessions.Recording()
-    max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
     self.template = template_lib.Template(
-        tokenizer, scheduler.max_total, self.tool_form, max_chars, scheduler.vocab_size
+        tokenizer, scheduler.max_total, self.tool_form, scheduler.vocab_size, limits_prompts=True
     )
     # Long texts take seconds. One thread encodes them in the order in which they came.
     self._encoder = futures.ThreadPoolExecutor(1, 'encode')

@@ -101,6 +101,7 @@ class Segment:
   first_prompt: str | Sequence[int] = ''  # without messages
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
+  ends_cut: bool = False  # the last turn did
 
   @property
   def num_prompt_messages(self) -> int:
@@ -213,15 +214,21 @@ class Session:
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
-    """Holds the lock of an open session, or raises Closed. Counts prompts that are too long."""
+    """Holds the lock of an open session, or raises Closed."""
     with self._lock:
       if self._closed:
         raise Closed('the session has ended')
-      try:
-        yield
-      except template_lib.TooLong:
+      yield
+
+  @contextlib.contextmanager
+  def _encoding(self) -> Iterator[None]:
+    """Counts prompts that are too long. The lock must be free, because encoding takes seconds."""
+    try:
+      yield
+    except template_lib.TooLong:
+      with self._open():
         self.counts['too_long'] += 1
-        raise
+      raise
 
   def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
@@ -242,15 +249,19 @@ class Session:
         self.counts['thoughts_kept'] += not turn.thoughts_kept
         turn.thoughts_kept = True
       known: list[turns_lib.ReadMessage | RecordedTurn] = list(read)
+      ids: list[int] = []
+      if best is not None:
+        num_messages, num_ids = best.ends[prefix.num_turns - 1]
+        sampled = best.turns[prefix.num_turns - 1].tokens.tolist()
+        ids = best.ids[:num_ids]
+        known[:num_messages] = best.messages_to(num_messages, prefix)
+    with self._encoding():
       if best is None:
         ids = self._template.encode(messages, tools)
       else:
-        num_messages, num_ids = best.ends[prefix.num_turns - 1]
-        sampled = best.turns[prefix.num_turns - 1].tokens.tolist()
-        new = self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
-        ids = best.ids[:num_ids] + new
-        known[:num_messages] = best.messages_to(num_messages, prefix)
+        ids += self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
       self._template.check(ids)
+    with self._open():
       if best is None or not best.is_free_after(prefix.num_turns):
         if self._has_room:
           self.counts[self._kind_of_chat(read, written, best, prefix)] += 1
@@ -268,18 +279,23 @@ class Session:
       plain = [segment for segment in self._segments if segment.tools == _PLAIN]
       prefixes = [Prefix(segment.prefix_of_prompt(prompt)) for segment in plain]
       best, prefix = self._longest(plain, prefixes)
-      if best is None:
-        ids = self._template.encode_prompt(prompt)
-      else:
+      ids: list[int] = []
+      new = prompt
+      if best is not None:
         ids = best.ids[: best.ends[prefix.num_turns - 1][1]]
+        new = prompt[len(ids) :]
         if isinstance(prompt, str):
           text, tail = best.texts[prefix.num_turns - 1]
           rest = prompt[len(text) :]
           is_written = len(os.path.commonprefix([rest, tail]))  # by the client, too
-          ids += self._template.encode_more(rest[is_written:])
-        else:
-          ids += self._template.encode_more(prompt[len(ids) :])
+          new = rest[is_written:]
+    with self._encoding():
+      if best is None:
+        ids = self._template.encode_prompt(new)
+      else:
+        ids += self._template.encode_more(new)
       self._template.check(ids)
+    with self._open():
       if best is None or not best.is_free_after(prefix.num_turns):
         self.counts[self._kind_of_prompt(prompt, plain, best)] += self._has_room
         best = None
@@ -437,6 +453,7 @@ class Session:
         segment.texts.append(self._text_after(plan.prompt, tokens, text))
       self._turns.append(turn)
       segment.num_cut += was_cut
+      segment.ends_cut = was_cut
       return len(self._turns)
 
   def _text_before(self, plan: RequestPlan) -> str:
@@ -506,7 +523,7 @@ class Session:
         turns = [dataclasses.replace(turn) for turn in segment.turns]
         if turns and self._final_reward is not None:
           turns[-1].reward += self._final_reward
-        counts = episode_lib.count_turns(turns, self._template.tokenizer, self.sampling.max_turn)
+        counts = episode_lib.count_turns(turns, self._template.tokenizer)
         counts |= self.counts
         counts |= {
             'empty': float(sum(len(turn.tokens) <= 1 for turn in turns)),
@@ -521,7 +538,7 @@ class Session:
                 group=group,
                 prompt=np.array(segment.prompt, np.int32),
                 turns=turns,
-                truncated=self.counts['too_long'] > 0,
+                truncated=self.counts['too_long'] > 0 or segment.ends_cut,
                 failed=failed or not turns,
                 metrics=dict(self._metrics),
                 counts=counts,

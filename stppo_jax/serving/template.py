@@ -11,6 +11,7 @@ message of the user declares the tools, a call is written into its turn, and res
 messages are the user's.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from collections.abc import Set
@@ -27,13 +28,15 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.envs import tool_calls
 
 Message = Mapping[str, Any]
+_BEGINNING = 8  # characters per token that fits: only so many are encoded if they do not fit
+_MARGIN = 1.125  # tokens of a beginning may differ from those of the whole text near its end
 _PROBE = 'The-agent-writes-this'
 _SEEN = 'The-tool-says-this'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 
 
 class TooLong(ValueError):
-  """A text is longer than the tokens that fit could be; it was not encoded."""
+  """A text has more tokens than fit. Not all of it may have been encoded."""
 
 
 class _Gaps(NamedTuple):
@@ -93,13 +96,13 @@ class Template:
       tokenizer: tokenizer_lib.Tokenizer,
       max_tokens: int,
       tool_form: str = 'hermes',
-      max_chars: float = math.inf,  # limit of a prompt; TooLong is raised above it
       vocab_size: float = math.inf,  # the model's, which may be larger than the tokenizer's
+      limits_prompts: bool = False,  # True: TooLong for a text of more than `max_tokens`
   ):
     self.tokenizer = tokenizer
     self._tool_form = tool_form
     self._max_tokens = max_tokens
-    self._max_chars = max_chars
+    self._limits_prompts = limits_prompts
     self._vocab_size = vocab_size
 
   def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
@@ -118,8 +121,8 @@ class Template:
           1,
       )
     inline = self.written(messages, tools, declares=False)
-    lengths = [len(message['content']) for message in inline]
-    self._check_length(sum(lengths))
+    contents = [message['content'] for message in inline]
+    self._check_length(''.join(contents), self.tokenizer.encode)
     ids: list[int] = []
     runs = itertools.groupby(inline, lambda message: message['role'] == 'assistant')
     for number, (is_turn, run) in enumerate(runs):
@@ -153,9 +156,10 @@ class Template:
 
   def encode_more(self, prompt: str | Sequence[int]) -> list[int]:
     """Returns the ids of a later part of such a prompt."""
-    self._check_length(len(prompt))
     if isinstance(prompt, str):
-      return self.tokenizer.encode(prompt, control=True)
+      encode = functools.partial(self.tokenizer.encode, control=True)
+      self._check_length(prompt, encode)
+      return encode(prompt)
     return list(prompt)
 
   def without_bos(self, text: str) -> str:
@@ -206,9 +210,15 @@ class Template:
           f'the prompt holds the id {max(ids)}, and the model has ids below {self._vocab_size}'
       )
 
-  def _check_length(self, num_chars: int) -> None:
-    if num_chars > self._max_chars:
-      least = -(-num_chars // tokenizer_lib.LONGEST_TOKEN)
+  def _check_length(self, text: str, encode: Callable[[str], list[int]]) -> None:
+    """Raises TooLong for a text that is far too long, of which only the beginning is encoded."""
+    beginning = text[: self._max_tokens * _BEGINNING]
+    if not self._limits_prompts or len(beginning) == len(text):
+      return
+    least = -(-len(text) // tokenizer_lib.LONGEST_TOKEN)
+    if least <= self._max_tokens:
+      least = int(len(encode(beginning)) / _MARGIN)
+    if least > self._max_tokens:
       raise self._too_long(f'at least {least}')
 
   def _too_long(self, num_tokens: str) -> TooLong:
@@ -295,6 +305,7 @@ class Template:
   def _encode_inline(self, text: str) -> list[int]:
     if not text:
       return []
+    self._check_length(text, self.tokenizer.encode)
     return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_tokens)
 
   def _render(
@@ -334,5 +345,5 @@ class Template:
     return marked_messages
 
   def _encode_rendered(self, text: str) -> list[int]:
-    self._check_length(len(text))
+    self._check_length(text, self.tokenizer.encode_marked)
     return self.tokenizer.encode_marked(text)
