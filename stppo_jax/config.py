@@ -541,7 +541,7 @@ class ServeSettings(Section):
       allowed=('auto', 'hermes', 'llama3', 'qwen_xml', 'tags'))
   forced_choice: str = setting(
       'refuse', "agent programs: a request that forces a tool call or a JSON text is an error "
-      "('refuse'), or samples as if it forced nothing ('auto', counted as env/forced)",
+      "('refuse'), or samples as if it forced nothing ('auto', counted as program/forced)",
       allowed=('refuse', 'auto'))
   agent_timeout_s: float = setting(300.0, 'time limit of an agent program, per episode', above=0)
   on_crash: str = setting(

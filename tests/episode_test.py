@@ -271,12 +271,40 @@ class PlayTest(parameterized.TestCase):
       self.assertEmpty(episode.turns[-1].observation)
       self.assertLess(len(env.heard), 9)
 
+  def test_turn_at_its_limit_truncates_the_episode(self):
+    tokenizer = make_tokenizer()
+    rules = episode_lib.EpisodeRules(factory.EnvFactory(None, {}, stop_strings=('</a>',)), LIMITS)
+    framing = chat.make_framing(tokenizer, 'inline', LIMITS.max_observation_tokens)
+    eos = tokenizer.eos_ids[0]
+    stop = tokenizer.encode('</a>')
+    filler = tokenizer.encode('a')[0]
+    longest = LIMITS.max_turn_tokens
+    self.assertLessEqual(len(stop), longest)
+    turns = {
+        'cut': ([filler] * longest, True),
+        'short': ([filler], False),
+        'eos at the limit': ([filler] * (longest - 1) + [eos], False),
+        'stop string at the limit': ([filler] * (longest - len(stop)) + stop, False),
+    }
+    for name, (tokens, is_cut) in turns.items():
+      for outcome in (ANSWER, LIMIT_HIT):
+        with self.subTest(name, outcome=outcome):
+          state = episode_lib.EpisodeState(types.Task('t'), framing, rules, 0, 0)
+          state.observe('Question: who?\n', {})
+          ids = np.array(tokens, np.int32)
+          state.record(types.Turn(ids, np.zeros(len(ids), np.float32)), outcome)
+          (episode,) = state.episodes
+          self.assertEqual(episode.truncated, is_cut or outcome is LIMIT_HIT)
+          self.assertEqual(episode.counts['cut'], is_cut)
+
   def test_how_episodes_end(self):
     episodes, _ = play(
         PROMPTS[:4],
         [[SEARCH, ANSWER], [INVALID, LIMIT_HIT], [NO_RETRIEVAL, ANSWER], [EMPTY, ANSWER]],
     )
-    self.assertEqual([e.truncated for e in episodes], [False, True, False, False])
+    is_cut = [len(e.turns[-1].tokens) == LIMITS.max_turn_tokens for e in episodes]
+    self.assertIn(True, is_cut)
+    self.assertEqual([e.truncated for e in episodes], np.logical_or(is_cut, [0, 1, 0, 0]).tolist())
     self.assertEqual([e.failed for e in episodes], [False, False, True, False])
     self.assertEqual([e.score for e in episodes], [1.0, 0.0, 1.0, 1.25])
     self.assertEqual(
@@ -287,7 +315,7 @@ class PlayTest(parameterized.TestCase):
     self.assertLen(episodes[0].turns, 2)
     self.assertEqual(
         episodes[0].counts,
-        {'invalid': 0, 'prompt_too_long': 0, 'repeated': 0, 'empty': 0, 'cut': 0},
+        {'invalid': 0, 'prompt_too_long': 0, 'repeated': 0, 'empty': 0, 'cut': 2},
     )
     self.assertEqual(episodes[1].counts['invalid'], 2)
     self.assertEqual(episodes[1].metrics, {})

@@ -314,12 +314,12 @@ class TrainingTest(parameterized.TestCase):
     workdir = os.path.join(folder, 'run')
     with tiny_run.on_one_device():
       loop.start(config, workdir)
-    updates = [row for row in metrics_lib.read_metrics(workdir) if 'env/segments/mean' in row]
+    updates = [row for row in metrics_lib.read_metrics(workdir) if 'program/segments/mean' in row]
     self.assertLen(updates, 2)
     for row in updates:
-      self.assertEqual(row['env/segments/mean'], 1, json.dumps(row))
-      self.assertEqual(row['env/rewritten/mean'], 0)
-      self.assertEqual(row['env/crashed/mean'], 0)
+      self.assertEqual(row['program/segments/mean'], 1, json.dumps(row))
+      self.assertEqual(row['program/rewritten/mean'], 0)
+      self.assertEqual(row['program/crashed/mean'], 0)
     self.assertGreater(max(row['env/calls/mean'] for row in updates), 0)
 
 

@@ -52,7 +52,7 @@ NAMES = tuple("""
   stppo/bias_norm stppo/divisor stppo/step_norm stppo/ratio_std_token
   stppo/applied_factor stppo/grad_factor stppo/entering_factor
   stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
-  stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
+  stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid_share env/truncated
   env/retrieval_failed env/environment_failed env/replays env/invalid_share env/repeated_share
   env/empty_share env/cut_share env/prompt_too_long
   outcome/answered outcome/skipped health/invalid health/score_drop""".split())

@@ -42,10 +42,11 @@ class OutcomesTest(absltest.TestCase):
       self.assertEqual(outcomes.count(rows), expected)
 
   def test_crashed_program_counts_despite_reward_zero(self):
-    crashed = episode(number=0, metrics={'crashed': 1.0})
+    crashed = episode(number=0, counts={'crashed': 1.0})
     self.assertEqual(outcomes.count([crashed])['program_failed'], 1)
-    alone = episode(metrics={'crashed': 1.0})  # a metric of an environment
-    self.assertEqual(outcomes.count([alone])['answered'], 1)
+    for number in (None, 0):
+      own = episode(number=number, metrics={'crashed': 1.0})  # a metric of the user's
+      self.assertEqual(outcomes.count([own])['answered'], 1)
 
   def test_skipped_is_what_no_step_has_used(self):
     # Two epochs. Row 0 is in two skipped steps, row 1 in one of two, rows 2 and 3 in none.

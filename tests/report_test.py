@@ -352,7 +352,7 @@ _METRICS = """
   stppo/agent_turns/mean stppo/agent_turns/max stppo/agent_turns/min perf/throughput
   timing_s/step timing_s/gen timing_s/wait timing_s/old_log_prob timing_s/update_actor
   timing_s/gen_sample timing_s/gen_retrieve env/retrieval_failed env/truncated outcome/answered
-  outcome/truncated outcome/program_failed env/searches/mean env/invalid/mean f1/mean
+  outcome/truncated outcome/program_failed env/searches/mean env/invalid_share f1/mean
   critic/rewards/mean
   stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn2_pos
   stppo/clipfrac_turn2_neg""".split()

@@ -22,7 +22,9 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import search
+from stppo_jax.evaluation import scores
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import outcomes
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
@@ -136,6 +138,13 @@ def play_twice(task, base_url, model):
   return len(create(base_url, again, max_tokens=12)['message']['content']) % 3 / 2
 
 
+def measure(task, base_url, model, metrics):
+  """One turn that ends by itself; posts metrics under names that the gateway uses, too."""
+  once(task, base_url, model)
+  url = base_url.removesuffix('/v1') + '/reward'
+  requests.post(url, json={'reward': 1, 'metrics': metrics}, timeout=60).raise_for_status()
+
+
 async def play_later(task, base_url, model):
   await asyncio.sleep(0)
   once(task, base_url, model)
@@ -216,7 +225,7 @@ class ProgramAgentTest(parameterized.TestCase):
         np.testing.assert_array_equal(turn.logp, recorded.logp)
         self.assertEqual(turn.observation.tolist(), recorded.observation.tolist())
       self.assertEqual(ours.score, theirs.score)
-      self.assertEqual(theirs.metrics['segments'], 1)
+      self.assertEqual(theirs.counts['segments'], 1)
     self.assertGreater(sum(episode.score for episode in found), 0)
     self.assertGreater(agent.report.shared_tokens, 0)  # prefixes were not computed again
 
@@ -228,8 +237,9 @@ class ProgramAgentTest(parameterized.TestCase):
     longest, *others = sorted(by_task, key=lambda episode: -len(episode.turns))
     self.assertEqual([turn.reward for turn in longest.turns], [0, 2])
     self.assertCountEqual([[t.reward for t in e.turns] for e in others], [[2.5], [2]])
-    metrics = {'segments': 3, 'conversations': 2, 'branched': 1, 'turns': 4, 'crashed': 0}
-    self.assertEqual(longest.metrics, longest.metrics | metrics)
+    self.assertEqual(longest.metrics['turns'], 4)
+    counts = {'segments': 3, 'conversations': 2, 'branched': 1, 'crashed': 0}
+    self.assertEqual(longest.counts, longest.counts | counts)
     branch = next(e for e in others if e.turns[0].reward == 2)
     start = np.concatenate([longest.prompt, longest.turns[0].tokens, longest.turns[0].observation])
     self.assertEqual(branch.prompt.tolist(), start.tolist())  # recorded ids, not encoded again
@@ -256,12 +266,30 @@ class ProgramAgentTest(parameterized.TestCase):
       with self.assertLogs(level='WARNING') as logs:
         episodes, _ = play(config, tasks)
       self.assertRegex(logs.output[0], 'of 4 programs 2 raised.*error: RuntimeError: an even task')
-      self.assertEqual([e.metrics['crashed'] for e in episodes], [1, 0, 1, 0])
+      self.assertEqual([e.counts['crashed'] for e in episodes], [1, 0, 1, 0])
       self.assertEqual([e.failed for e in episodes], [True, False, True, False])  # no turn at all
       self.assertEqual(pipeline.failed_share(episodes), 0)  # no retriever is to blame
       self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
+
+  def test_metrics_of_a_program_have_their_own_names(self):
+    posted = {'crashed': 1.0, 'segments': 40.0, 'timed_out': 0.5, 'invalid': 9.0, 'branched': 7.0}
+    episodes, _ = play(make_config(THIS + ':measure', metrics=posted), make_tasks(4))
+    self.assertEqual(outcomes.count(episodes)['answered'], 4)
+    summary = episodes_lib.summarize(episodes)
+    for name, value in posted.items():
+      self.assertEqual(summary[f'env/{name}/mean'], value)
+    counted = [summary[f'program/{name}/mean'] for name in ('crashed', 'segments', 'branched')]
+    self.assertEqual(counted, [0, 1, 0])
+    self.assertEqual(scores.scores(episodes)['val-program/segments'], 1)
+
+  def test_last_turn_at_its_limit_truncates(self):
+    config = make_config(THIS + ':fail_on_even')
+    config.rollout.max_turn = 2
+    episodes, _ = play(config, make_tasks(4))
+    self.assertEqual([episode.truncated for episode in episodes], [False, True] * 2)
+    self.assertEqual(outcomes.count(episodes)['truncated'], 2)
 
   def test_reward_before_crash_is_dropped(self):
     config = make_config(THIS + ':post_then_crash')
@@ -292,7 +320,7 @@ class ProgramAgentTest(parameterized.TestCase):
     late.clear()
     episodes, _ = play(config, make_tasks(3))
     for episode in episodes:
-      self.assertEqual(episode.metrics['timed_out'], 1)
+      self.assertEqual(episode.counts['timed_out'], 1)
       self.assertTrue(episode.truncated)
     time.sleep(1.0)
     self.assertNotIn(200, late)
@@ -389,7 +417,7 @@ class CommandTest(absltest.TestCase):
     config = make_config('gateway:command:sleep 60')
     config.serve.agent_timeout_s = 0.5
     episodes, _ = play(config, make_tasks(2))
-    self.assertEqual([e.metrics['timed_out'] for e in episodes], [1, 1])
+    self.assertEqual([e.counts['timed_out'] for e in episodes], [1, 1])
 
 
 class TrainingTest(absltest.TestCase):
@@ -407,7 +435,7 @@ class TrainingTest(absltest.TestCase):
       scores = loop.start(config, folder)
     self.assertIn('val-core/all/score', scores)
     lines = [json.loads(line) for line in open(folder + '/metrics.jsonl', encoding='utf-8')]
-    self.assertEqual(lines[-1]['env/segments/mean'], 1)
+    self.assertEqual(lines[-1]['program/segments/mean'], 1)
     records = open(folder + '/episodes/train_000001.jsonl', encoding='utf-8').readlines()
     self.assertLen(records, 8)
     self.assertIn(
@@ -451,7 +479,7 @@ class StalenessTest(absltest.TestCase):
     for theirs, ours in zip(expected, rows, strict=True):
       for name in names:
         self.assertEqual(theirs[name], ours[name], name)
-      self.assertEqual(ours['env/segments/mean'], 1)
+      self.assertEqual(ours['program/segments/mean'], 1)
     self.assertEqual([row['pipeline/staleness'] for row in rows], [0, 1, 1])
     fresh, stale = (row['rollout_corr/logp_diff_mean'] for row in rows[:2])
     self.assertGreater(stale, 10 * fresh)  # the log-probs are those of older weights

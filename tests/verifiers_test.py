@@ -83,8 +83,8 @@ class PackageTest(absltest.TestCase):
     episodes, _ = rollouts_test.play(config, tasks, groups=[0] * 4 + [1] * 4)
     self.assertLen(episodes, 8)  # one row each
     for episode in episodes:
-      self.assertEqual(episode.metrics['crashed'], 0)
-      self.assertEqual(episode.metrics['rewritten'], 0)
+      self.assertEqual(episode.counts['crashed'], 0)
+      self.assertEqual(episode.counts['rewritten'], 0)
       self.assertEqual(episode.metrics['turns'], len(episode.turns))
       self.assertEqual(episode.score, episode.metrics['exact_match'])
     self.assertGreater(max(len(episode.turns) for episode in episodes), 1)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import inspect
+import re
 from typing import Any
 
 from stppo_jax import thoughts
@@ -14,6 +15,14 @@ from stppo_jax.envs import guarded
 from stppo_jax.envs import protocol
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
+
+# Names, and groups of names, of the run's own metrics. A core metric would take their place.
+_OF_THE_RUN = frozenset(
+    'absent actor advantages agent_tokens agent_turns critic demonstrations engine env health moe '
+    'num_turns outcome perf pipeline program prompt_length response_length returns role rollout '
+    'rollout_corr score stppo timing_s token_share train values'.split()
+)
+_LOOKS_LIKE_ANOTHER = re.compile(r'^pass[@^]|^val-|_hops\d+$')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +151,11 @@ def make_factory(
     if isinstance(values, str) or not all(isinstance(text, str) and text for text in values):
       raise types.UserError(f'{given}: its {key} is {values!r}; a tuple of strings is needed')
     attributes[key] = tuple(values)
+  if reserved := list(filter(is_reserved, attributes['core_metrics'])):
+    raise types.UserError(
+        f'{given}: its core_metrics name {", ".join(reserved)}, as metrics of the run are called: '
+        'give other names'
+    )
   factory = EnvFactory(make, settings, **attributes)
   if factory.frame not in protocol.FRAMES:
     raise types.UserError(
@@ -155,6 +169,12 @@ def make_factory(
         'are needed, or () for one agent'
     )
   return factory
+
+
+def is_reserved(name: str) -> bool:
+  """Returns whether a core metric cannot have this name, because the run writes one of its own."""
+  is_of_the_run = name.partition('/')[0] in _OF_THE_RUN
+  return is_of_the_run or _LOOKS_LIKE_ANOTHER.search(name) is not None
 
 
 class FailedEnv:

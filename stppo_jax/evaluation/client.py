@@ -53,6 +53,7 @@ class ChatCompletion:
   text: str  # with the stop string that ended it
   num_tokens: int  # sampled
   total_tokens: int  # including those of the messages
+  is_cut: bool = False  # it ended at a limit
 
 
 class ChatClient:
@@ -170,7 +171,8 @@ def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
   text = whole_turn(content, choice.get('finish_reason'), stop, reason)
   usage = answer.get('usage') or {}
   count = lambda name: int(usage.get(name) or 0)  # some servers leave some out
-  return ChatCompletion(text, count('completion_tokens'), count('total_tokens'))
+  is_cut = choice.get('finish_reason') == 'length'
+  return ChatCompletion(text, count('completion_tokens'), count('total_tokens'), is_cut)
 
 
 def _error_fields(text: str) -> dict[str, Any]:

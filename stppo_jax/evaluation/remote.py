@@ -212,8 +212,9 @@ def _add_turn(
     _fail(episode, info)
   for name, value in (info.get('metrics') or {}).items():
     episode.metrics[name] = episode_lib.finite(f"info['metrics'][{name!r}]", value)
-  episode.truncated = bool(truncated)
-  return protocol.full_text(observation, info), bool(terminated or truncated)
+  is_over = bool(terminated or truncated)
+  episode.truncated = bool(truncated) or (is_over and turn.is_cut)
+  return protocol.full_text(observation, info), is_over
 
 
 def _fail(episode: types.Episode, info: Mapping[str, Any]) -> None:

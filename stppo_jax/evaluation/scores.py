@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import outcomes
 
 
@@ -17,6 +18,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-core/<dataset>/<name>    core metrics of the environment; its other metrics go under val-aux
   val-core/macro/..            the mean of the data sets' means, if there are several
   val-core/all/<name>_hops<n>  the main score of the tasks with n hops
+  val-program/<name>           counts of an agent program
   val-outcome/<outcome>        number of episodes, see monitoring/outcomes.py
 
   val-role/<role>/<name>       score and core metrics of the rows of a role, if there are roles
@@ -60,6 +62,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     for name, number in numbers.items():
       values[f'val-aux/{name}'].append(number)
 
+  for name, counted in episodes_lib.program_counts(episodes).items():
+    values[f'val-program/{name}'] += counted
   means = {}
   for name, reported_values in values.items():
     means[name] = float(np.mean(reported_values))

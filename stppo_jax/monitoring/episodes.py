@@ -23,6 +23,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
 _TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
+_OTHER_COUNTS = (*_TURN_SHARES, 'prompt_too_long', 'program_failed')
 
 
 def summarize_update(episodes: Sequence[types.Episode]) -> dict[str, float]:
@@ -53,9 +54,10 @@ def turn_ages(episodes: Sequence[types.Episode], update: int) -> dict[str, float
 def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
-  Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
-  counts as 0. Scores and metrics are means over episodes, of which an agent program's may have
-  several rows. The other numbers are means over rows.
+  Core metrics are <name>/mean, the others env/<name>/mean, and the counts of an agent program
+  program/<name>/mean. An episode that never reported a metric counts as 0. Scores and metrics are
+  means over episodes, of which an agent program's may have several rows. The other numbers are
+  means over rows.
   """
   rows = [episode for episode in episodes if not episode.absent]
   groups: Any = np.arange(len(rows))[:, None]
@@ -87,7 +89,8 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
     prefix = '' if name in core else 'env/'
     values = [row.metrics.get(name, 0.0) for row in rows]
     metrics[f'{prefix}{name}/mean'] = _mean(by_episode(values))
-  metrics['env/invalid/mean'] = _mean(counts('invalid'))
+  for name, values in program_counts(rows).items():
+    metrics[f'program/{name}/mean'] = _mean(by_episode(values))
   num_turns = max(sum(lengths['stppo/agent_turns']), 1)
   for name in _TURN_SHARES:
     metrics[f'env/{name}_share'] = sum(counts(name)) / num_turns
@@ -105,6 +108,12 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
     for name, number in _role_metrics(role_episodes, num_tokens).items():
       metrics[f'role/{role}/{name}'] = number
   return metrics
+
+
+def program_counts(rows: Sequence[types.Episode]) -> dict[str, list[float]]:
+  """Returns what was counted in the episodes of an agent program, by name, with a value per row."""
+  names = dict.fromkeys(name for row in rows for name in row.counts if name not in _OTHER_COUNTS)
+  return {name: [row.counts.get(name, 0.0) for row in rows] for name in names}
 
 
 def _role_metrics(episodes, num_tokens):

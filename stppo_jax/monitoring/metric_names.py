@@ -20,12 +20,20 @@ GROUPS: dict[str, dict[str, str]] = {
             'A score of the environment (its `core_metrics`), such as `em/mean`: exact match.'
         ),
         'env/<name>/mean': "Another metric of the environment, from `info['metrics']`.",
-        'env/invalid/mean': 'Turns per episode without a valid action.',
         'env/invalid_share': 'Share of turns without a valid action.',
         'env/repeated_share': 'Share of turns that equal an earlier turn of the episode.',
         'env/empty_share': 'Share of turns without a visible character.',
-        'env/cut_share': 'Share of turns that reached `rollout.max_turn` without an action.',
-        'env/truncated': 'Share of episodes that ended at a limit instead of with an answer.',
+        'env/cut_share': (
+            'Share of turns that ended at `rollout.max_turn` or at `rollout.max_total`.'
+        ),
+        'env/truncated': (
+            'Share of episodes that ended at a limit, or whose last turn did, instead of with an '
+            'answer.'
+        ),
+        'program/<name>/mean': (
+            'What was counted in the episodes of an agent program, such as rows: '
+            '`program/segments/mean`.'
+        ),
         'env/retrieval_failed': (
             'Share of episodes in which a search failed. They are not trained on.'
         ),
@@ -164,6 +172,7 @@ GROUPS: dict[str, dict[str, str]] = {
         'val-core/<dataset>/<name>': 'Mean of a score over the questions of one data set.',
         'val-core/all/<name>_hops<n>': 'The main score of questions that combine n facts.',
         'val-aux/{all,<dataset>}/<name>': 'Another metric of the environment.',
+        'val-program/<name>': 'Counts of an agent program, as in program/.',
         'val-aux/{num_turns,agent_turns}/mean': 'Messages and turns of the held-out episodes.',
         'val-aux/{truncated,retrieval_failed,environment_failed,prompt_too_long}': (
             'Share of held-out episodes, as in env/.'

@@ -85,7 +85,7 @@ def count_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 def _outcome(row: types.Episode, is_skipped: bool) -> str:
   if row.error:
     return 'environment_failed'
-  if row.counts.get('program_failed') or (row.is_segment and row.metrics.get('crashed')):
+  if row.counts.get('program_failed') or row.counts.get('crashed'):
     return 'program_failed'
   if row.counts.get('prompt_too_long'):
     return 'prompt_too_long'

@@ -212,6 +212,9 @@ class EpisodeState:
     self._limits = rules.limits
     self._strict = rules.strict
     self._skips_thoughts = rules.env.skips_thoughts
+    self._stop_strings = rules.env.stop_strings
+    self._budget = 0  # most tokens of the turn that follows
+    self._num_cut: collections.Counter[str] = collections.Counter()  # turns by role
     self._roles = rules.env.roles or ('',)
     self._number = number
     # The samples of a question are compared per role: each role of a group has its own group.
@@ -260,15 +263,26 @@ class EpisodeState:
   def record(self, turn: types.Turn, outcome: protocol.Step) -> sequences.Prompt:
     """Adds a turn of the active role and its outcome; returns the prompt of the next turn."""
     observation, reward, terminated, truncated, info = outcome
-    self._add_turn(self.episodes[self.active_role], turn, reward, info)
+    is_cut = self._is_cut(turn)
+    active = self.episodes[self.active_role]
+    self._num_cut[active.role] += is_cut
+    self._add_turn(active, turn, reward, info)
     for episode in self.episodes:
       self._add_outcome(episode, info)
     if 'environment_error' in info:
       num_turns = sum(len(episode.turns) for episode in self.episodes)
       self._fail(info, f'in turn {num_turns}')
     if terminated or truncated:
-      return self.end(bool(truncated))
+      return self.end(bool(truncated) or is_cut)
     return self.observe(observation, info)
+
+  def _is_cut(self, turn):
+    """Returns whether a turn ended at its limit, without a token or a string that ends a turn."""
+    if len(turn.tokens) < self._budget or turn.tokens[-1] in self._framing.tokenizer.eos_ids:
+      return False
+    text = self._framing.tokenizer.decode(turn.tokens)
+    before = self._framing.tokenizer.decode(turn.tokens[:-1])
+    return not any(text.count(stop) > before.count(stop) for stop in self._stop_strings)
 
   def _named_role(self, info):
     """Returns the number of the role that `info` names. UserError: it names none of them."""
@@ -305,6 +319,7 @@ class EpisodeState:
     limits = self._limits
     room = limits.max_total_tokens - length
     budget = min(limits.max_turn_tokens, room)
+    self._budget = budget
     stop_state = 0
     if self._skips_thoughts and self._framing.tokenizer.opening(ids):
       stop_state = tokenizer_lib.THOUGHT_STATE
@@ -339,7 +354,8 @@ class EpisodeState:
     tokenizer = self._framing.tokenizer
     for episode in self.episodes:
       episode.truncated = truncated
-      episode.counts |= count_turns(episode.turns, tokenizer, self._limits.max_turn_tokens)
+      episode.counts |= count_turns(episode.turns, tokenizer)
+      episode.counts['cut'] = float(self._num_cut[episode.role])
     return _OVER
 
   def _add_turn(self, episode, turn, reward, info):
@@ -393,9 +409,9 @@ def action_text(tokenizer: tokenizer_lib.Tokenizer, tokens: np.ndarray) -> str:
 
 
 def count_turns(
-    turns: Sequence[types.Turn], tokenizer: tokenizer_lib.Tokenizer, max_turn: int
+    turns: Sequence[types.Turn], tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, float]:
-  """Returns the numbers of turns that are invalid, repeated, empty, or cut at `max_turn` tokens."""
+  """Returns the numbers of turns that are invalid, repeated or empty."""
   invalid = [turn for turn in turns if turn.action == 'invalid']
   different = {turn.tokens.tobytes() for turn in turns}
   texts = [action_text(tokenizer, turn.tokens).strip() for turn in turns]
@@ -403,7 +419,6 @@ def count_turns(
       'invalid': float(len(invalid)),
       'repeated': float(len(turns) - len(different)),
       'empty': float(texts.count('')),
-      'cut': float(sum(len(turn.tokens) >= max_turn for turn in invalid)),
   }
 
 

@@ -248,22 +248,18 @@ class ProgramAgent(agent_lib.Agent):
   def _rows(
       self, run: _ProgramRun, group: int, number: int, first_is_whole: bool
   ) -> list[types.Episode]:
-    """Returns the rows of an episode, with what happened to it as metrics."""
+    """Returns the rows of an episode, and counts what happened to it."""
     has_crashed = run.error != ''
     is_masked = has_crashed and self.config.serve.on_crash == 'mask'
     episodes = run.session.episodes(run.task, group, is_masked, first_is_whole)
-    counts = run.session.counts
-    metrics = {name: counts[name] for name in sessions.COUNTS}
-    metrics['segments'] = float(len(episodes))
-    metrics['crashed'] = float(has_crashed)
-    metrics['timed_out'] = float(run.timed_out)
+    happened = {'crashed': float(has_crashed), 'timed_out': float(run.timed_out)}
     for episode in episodes:
       if has_crashed and not is_masked:  # rewards that were posted before do not count
         for turn in episode.turns:
           turn.reward = 0.0
         episode.whole_score = 0.0
       episode.number = number
-      episode.metrics = {**metrics, **episode.metrics}
+      episode.counts |= happened
       episode.truncated |= run.timed_out
       episode.core_metrics = self.env.core_metrics
       episode.log = run.log
