@@ -6,6 +6,7 @@ import types
 from unittest import mock
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import numpy as np
 
@@ -15,8 +16,11 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
+from stppo_jax.serving import template as template_lib
+from stppo_jax.serving import turns as turns_lib
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
+from tests.support import tiny_tokenizer
 
 WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids), opening=lambda ids: '')
 # Prompts are ids.
@@ -212,6 +216,174 @@ class EpisodeScoreTest(absltest.TestCase):
       for kl in (None, 0.07):
         self.assertEqual(self.advantages(rows, name, kl), self.advantages(plain, name, kl))
     self.assertEqual(batching.to_turn_batch(rows, (8,)).score_offsets.tolist(), [0.0, 0.0])
+
+
+CHATML = (
+    '{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}'
+    '{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}'
+    '<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+)
+
+
+def say(content, *calls):
+  return {'role': 'assistant', 'content': content, 'tool_calls': list(calls)}
+
+
+def ask(content):
+  return {'role': 'user', 'content': content}
+
+
+class ChatSessionTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.tokenizer = tiny_tokenizer.load(CHATML)
+    self.session = self.make_session()
+
+  def make_session(self, tokenizer=None, **recording):
+    template = template_lib.Template(tokenizer or self.tokenizer, 10_000)
+    recording = sessions.Recording(**recording)
+    return sessions.Session(template, jax.random.key(0), sessions.Sampling(), recording=recording)
+
+  def turn(self, messages, text):
+    """The model says a text. Returns the messages with it."""
+    plan = self.session.plan(messages)
+    tokens = [*self.tokenizer.encode(text), *self.tokenizer.eos_ids]
+    self.session.record(plan, tokens, [-0.5] * len(tokens), [say(text)])
+    return [*messages, say(text)]
+
+  def num_turns_of_rows(self):
+    return [len(row.turns) for row in self.session.episodes(None, 0) if row.turns]
+
+  @parameterized.parameters(0, 1, 2, 3, 5)
+  def test_branch_is_continued_wherever_it_begins(self, depth):
+    messages = [ask('q')]
+    for number in range(depth):
+      messages = [*self.turn(messages, f'turn {number}'), ask(f'and {number}?')]
+    for name, length in (('first', 1), ('second', 4), ('third', 3)):
+      branch = messages
+      for number in range(length):
+        branch = [*self.turn(branch, f'{name} {number}'), ask(f'{name} {number}?')]
+    self.assertEqual(self.num_turns_of_rows(), sorted([depth + 1, 4, 3], reverse=True))
+    self.assertEqual(self.session.counts['branched'], 2)
+    self.assertEqual(self.session.counts['rewritten'], 0)
+
+  @parameterized.parameters(str, list)
+  def test_branch_of_prompt_is_continued(self, kind):
+    def turn(prompt, text):
+      plan = self.session.plan_prompt(prompt)
+      tokens = self.tokenizer.encode(text)
+      self.session.record(plan, tokens, [-0.5] * len(tokens), [say('')])
+      return prompt + text if kind is str else [*plan.ids, *tokens]
+
+    prompt = 'question' if kind is str else self.tokenizer.encode('question')
+    for number in range(3):
+      prompt = turn(prompt, f' turn {number}')
+    for name in 'ab':
+      branch = prompt
+      for number in range(4):
+        branch = turn(branch, f' {name}{number}')
+    self.assertEqual(self.num_turns_of_rows(), [7, 4])
+
+  def test_equal_samples_continue_their_own_rows(self):
+    messages = self.turn(self.turn([ask('q')], 'a') + [ask('b')], 'c') + [ask('d')]
+    twins = [self.turn(messages, 'same') for _ in range(2)]
+    for number, twin in enumerate(twins):
+      longer = self.turn([*twin, ask('e')], f'f{number}')
+      self.turn([*longer, ask('g')], 'h')
+    self.assertEqual(self.num_turns_of_rows(), [5, 3])
+
+  @parameterized.parameters(1, 3, 8)
+  def test_turn_of_ended_stream_is_recorded_when_it_comes_back(self, kept):
+    plan = self.session.plan([ask('q')])
+    tokens = self.tokenizer.encode('Paris is the capital of France')
+    logp = [-0.1 * number for number in range(len(tokens))]
+    self.session.abandon(plan, tokens, logp)
+    self.assertEqual(self.session.counts['unrecorded'], 1)
+    self.assertEqual(self.num_turns_of_rows(), [])
+    text = self.tokenizer.decode(tokens[:kept])
+    self.turn([ask('q'), say(text + '\n'), ask('go on')], 'It is.')
+    (row,) = self.session.episodes(None, 0)
+    self.assertEqual(row.turns[0].tokens.tolist(), tokens[:kept])
+    np.testing.assert_array_equal(row.turns[0].logp, np.float32(logp[:kept]))
+    self.assertLen(row.turns, 2)
+    self.assertEqual(self.session.counts['unrecorded'], 0)
+    self.assertEqual(self.session.counts['conversations'], 1)
+
+  def test_ended_stream_after_retry_is_not_recorded(self):
+    """The row holds the answer that the client has used, although both begin with one text."""
+    plan = self.session.plan([ask('q')])
+    tokens = self.tokenizer.encode('Paris is')
+    self.session.abandon(plan, tokens, [-0.5] * len(tokens))
+    messages = self.turn([ask('q')], 'Paris is')
+    self.turn([*messages, ask('go on')], 'It is.')
+    self.assertEqual(self.num_turns_of_rows(), [2])
+    self.assertEqual(self.session.counts['unrecorded'], 1)
+
+  @parameterized.parameters(str, list)
+  def test_ended_stream_of_prompt_is_recorded(self, kind):
+    tokens = self.tokenizer.encode('Paris é中 is')
+    prompt = 'which?' if kind is str else self.tokenizer.encode('which?')
+    self.session.abandon(self.session.plan_prompt(prompt), tokens, [-0.5] * len(tokens))
+    longer = 'which?Paris é中 so' if kind is str else [*prompt, *tokens[:-2], 7]
+    plan = self.session.plan_prompt(longer)
+    self.session.record(plan, [5], [-0.5], [say('')])
+    (row,) = self.session.episodes(None, 0)
+    begun = self.tokenizer.encode('Paris é中 ') if kind is str else tokens[:-2]
+    self.assertEqual(row.turns[0].tokens.tolist(), begun[: len(row.turns[0].tokens)])
+    self.assertGreater(len(row.turns[0].tokens), 2)
+    self.assertLen(row.turns, 2)
+
+  def test_lost_attempt_is_no_conversation(self):
+    self.session.abandon(self.session.plan([ask('q')]))
+    self.turn([ask('q')], 'a')
+    self.assertEqual(self.session.counts['conversations'], 1)
+    self.assertEqual(self.session.counts['unrecorded'], 0)
+
+  def test_ended_stream_is_last_text(self):
+    """A reward of the answer in the last turn reads it, recorded or not."""
+    self.turn([ask('q')], 'Lima')
+    plan = self.session.plan([ask('r')])
+    tokens = self.tokenizer.encode('<answer> Paris </answer>')
+    self.session.abandon(plan, tokens, [-0.5] * len(tokens))
+    self.assertEqual(self.session.last_text, '<answer> Paris </answer>')
+
+  @parameterized.parameters(600, 900)
+  def test_nested_call_leaves_no_half_recorded_turn(self, depth):
+    value = []
+    for _ in range(depth):
+      value = [value]
+    call = {'function': {'name': 'add', 'arguments': {'a': value}}}
+    plan = self.session.plan([ask('q')])
+    self.session.record(plan, [5], [-0.5], [say('x'), say('', call)])
+    self.turn([ask('r')], 'b')
+    self.turn([ask('q'), say('x'), ask('r')], 'b')
+    self.assertEqual(self.num_turns_of_rows(), [2, 1])
+
+  def test_rejected_text_after_turn_starts_row(self):
+    """A template in which roles alternate has no message for it."""
+    self.session = self.make_session(tiny_tokenizer.load(ALTERNATES))
+    self.turn([ask('q')], 'x = 1')
+    self.turn([ask('q'), say('x = 1\n</code>'), ask('r')], 'y')
+    self.assertEqual(self.num_turns_of_rows(), [1, 1])
+    self.assertEqual(self.session.counts['rewritten'], 1)
+
+  def test_planning_compares_few_turns(self):
+    """A conversation with none of the recorded turns, in a session with many."""
+    for row in range(8):
+      messages = [ask(f'question {row}')]
+      for number in range(10):
+        messages = [*self.turn(messages, f'{row} says {number}'), ask('go on')]
+    new = [message for number in range(100) for message in (ask('q'), say(f'other {number}'))]
+    with mock.patch.object(turns_lib, 'match', wraps=turns_lib.match) as match:
+      self.session.plan([*new, ask('q')])
+      self.assertLess(match.call_count, 100)
+      self.session.plan([*new, say('3 says  7'), ask('q')])
+    self.assertEqual(self.session.counts['rewritten'], 1)
 
 
 if __name__ == '__main__':

@@ -205,12 +205,15 @@ class Answer:
     for choice in self.choices:
       choice.request.cancelled = True
       if self.session is not None and not choice.is_over:
-        self.session.abandon(choice.plan)
+        end = choice.num_sent  # the client cannot have more
+        self.session.abandon(choice.plan, choice.tokens[:end], choice.logp[:end])
 
   def _finish(self, choice: Choice, chunk: Chunk) -> None:
     """Parses the calls of a turn that has ended, and records it."""
     action = 'other'
-    forms = [_message(choice.text.shown), _message(choice.text.full)]
+    text = choice.text
+    through_stop = text.through_stop or text.full
+    forms = [_message(text.shown), _message(through_stop), _message(text.full)]
     if chunk.finish == 'stop':
       chunk.stop = choice.text.stop
     if self.form is not None:
@@ -227,13 +230,7 @@ class Answer:
       was_cut = chunk.finish == 'length'
       with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
         chunk.turn = self.session.record(
-            choice.plan,
-            choice.tokens,
-            choice.logp,
-            forms,
-            was_cut,
-            action,
-            choice.text.through_stop or choice.text.full,
+            choice.plan, choice.tokens, choice.logp, forms, was_cut, action, through_stop
         )
 
   def _parse(self, form: tool_calls.Form, choice: Choice) -> tool_calls.Parsed:

@@ -105,6 +105,8 @@ class Service:
     """
     self._check(body, session)
     plans = await self._encode_in_thread(body, session)
+    if session is not None and isinstance(body, api.ChatBody) and body.is_forced:
+      session.counts['forced'] += 1
     answer = self._make_answer(body, session, plans)
     sampled = []
     for index, choice in enumerate(answer.choices):
@@ -145,17 +147,14 @@ class Service:
       raise scheduler_lib.QueueFull(f'busy: {self._num_encoding} requests are waiting; try again')
 
   def _check_forced(self, body: api.ChatBody, session: sessions.Session | None) -> None:
-    """Raises RequestError for a forced answer in a session that has none. Counts the others."""
-    if session is None:
-      return
-    if not self._forces_in_sessions:
+    """Raises RequestError for a forced answer in a session that has none."""
+    if session is not None and not self._forces_in_sessions:
       param = 'tool_choice' if body.forced_functions else 'response_format'
       message = (
           'the trainer needs the log-probs of the distribution that was drawn from, without forced '
           'tokens: leave it out, or use --config.serve.forced_choice=auto, which forces nothing'
       )
       raise _invalid(param, message)
-    session.counts['forced'] += 1
 
   def _check_scores(self, body: Body, session: sessions.Session | None) -> None:
     """Raises RequestError where log-probs beyond those of sampling would not be comparable."""

@@ -11,6 +11,7 @@ recorded turn. Any other request starts a new segment, which is counted by its k
   segment 4   another prompt | turn 6                                        (a conversation)
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ import threading
 from typing import Any
 from typing import NamedTuple
 
+from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.serving import template as template_lib
@@ -79,6 +82,7 @@ class Prefix(NamedTuple):
 
   num_turns: int = 0  # without turns in the segment's prompt
   num_messages: int = 0  # equal messages
+  size: int = 0  # messages, characters or ids of the conversation up to the last of the turns
   lacks_thoughts: Sequence[RecordedTurn] = ()  # turns that came back without their thoughts
   rest: str = ''  # text after the last of the turns, in the same message
 
@@ -114,27 +118,7 @@ class Segment:
 
   def prefix(self, messages: Sequence[turns_lib.ReadMessage], keeps_thoughts: bool) -> Prefix:
     """Returns the turns of this segment with which a conversation begins."""
-    prefix = Prefix()
-    for message, known in zip(messages, self.messages):
-      if isinstance(known, RecordedTurn):
-        found = turns_lib.match(known.forms, message)
-        if found is None or (found.lacks_thoughts and not keeps_thoughts):
-          break
-        changed = [known] if found.lacks_thoughts else []
-        is_own = prefix.num_messages >= self.num_prompt_messages
-        prefix = Prefix(
-            prefix.num_turns + is_own,
-            prefix.num_messages + 1,
-            [*prefix.lacks_thoughts, *changed],
-            found.rest,
-        )
-        if found.rest != known.rest:
-          break
-      elif known.identity == message.identity:
-        prefix = prefix._replace(num_messages=prefix.num_messages + 1)
-      else:
-        break
-    return prefix
+    return _prefix(messages, self.messages, self.num_prompt_messages, keeps_thoughts)
 
   def messages_to(
       self, num_messages: int, prefix: Prefix
@@ -144,17 +128,44 @@ class Segment:
     assert isinstance(last, RecordedTurn)
     return [*before, dataclasses.replace(last, rest=prefix.rest)]
 
-  def has_turn(self, message: turns_lib.ReadMessage) -> bool:
-    """Whether a message is a recorded turn with some content."""
-    turns = [known for known in self.messages if isinstance(known, RecordedTurn)]
-    has_content = bool(message.words or message.calls)
-    return has_content and any(turns_lib.match(turn.forms, message) for turn in turns)
-
-  def prefix_of_prompt(self, prompt: str | Sequence[int]) -> int:
-    """Returns the number of this segment's turns with which a prompt without messages begins."""
+  def prefix_of_prompt(self, prompt: str | Sequence[int]) -> Prefix:
+    """Returns the turns of this segment with which a prompt without messages begins."""
     if isinstance(prompt, str):
-      return sum(prompt.startswith(text) for text, _ in self.texts)
-    return sum(prompt[:end] == self.ids[:end] for _, end in self.ends)
+      sizes = [len(text) for text, _ in self.texts if prompt.startswith(text)]
+    else:
+      sizes = [end for _, end in self.ends if prompt[:end] == self.ids[:end]]
+    return Prefix(len(sizes), size=max(sizes, default=0))
+
+
+def _prefix(
+    messages: Sequence[turns_lib.ReadMessage],
+    known_messages: Sequence[turns_lib.ReadMessage | RecordedTurn],
+    num_prompt_messages: int,
+    keeps_thoughts: bool,
+) -> Prefix:
+  """Returns the known turns with which a conversation begins."""
+  prefix = Prefix()
+  for message, known in zip(messages, known_messages):
+    if isinstance(known, RecordedTurn):
+      found = turns_lib.match(known.forms, message)
+      if found is None or (found.lacks_thoughts and not keeps_thoughts):
+        break
+      changed = [known] if found.lacks_thoughts else []
+      is_own = prefix.num_messages >= num_prompt_messages
+      prefix = Prefix(
+          prefix.num_turns + is_own,
+          prefix.num_messages + 1,
+          prefix.num_messages + 1,
+          [*prefix.lacks_thoughts, *changed],
+          found.rest,
+      )
+      if found.rest != known.rest:
+        break
+    elif known.identity == message.identity:
+      prefix = prefix._replace(num_messages=prefix.num_messages + 1)
+    else:
+      break
+  return prefix
 
 
 @dataclasses.dataclass
@@ -164,8 +175,54 @@ class RequestPlan:
   ids: list[int]  # the whole prompt
   key: np.ndarray
   segment: Segment | None = None  # gets the turn; None: the request is outside a session
+  kind: str = ''  # the count in which the segment that begins is; empty: none
   messages: Sequence[turns_lib.ReadMessage | RecordedTurn] = ()
   prompt: str | Sequence[int] = ''  # without messages
+
+
+@dataclasses.dataclass(eq=False)
+class _UnfinishedTurn:
+  """The tokens that a client got of a stream, which it has ended."""
+
+  plan: RequestPlan
+  tokens: list[int]
+  logp: list[float]
+
+  def end_in_chat(
+      self,
+      messages: Sequence[turns_lib.ReadMessage],
+      keeps_thoughts: bool,
+      decode: Callable[[Sequence[int]], str],
+  ) -> int:
+    """Returns how many of the tokens are the next message of a conversation; 0: it has another."""
+    place = len(self.plan.messages)
+    prefix = _prefix(messages, self.plan.messages, 0, keeps_thoughts)
+    if prefix.num_messages < place or place == len(messages):
+      return 0
+    message = messages[place]
+    if message.role != 'assistant' or message.calls:
+      return 0
+    texts = [decode(self.tokens[:end]) for end in range(1, len(self.tokens) + 1)]
+    if message.content in texts:
+      return texts.index(message.content) + 1
+    words = message.content.split()
+    ends = [end for end, text in enumerate(texts, start=1) if text.split() == words]
+    return min(ends, default=0)
+
+  def end_in_prompt(
+      self, prompt: str | Sequence[int], decode: Callable[[Sequence[int]], str]
+  ) -> int:
+    """Returns how many of the tokens are the next ones of a prompt without messages."""
+    first = self.plan.prompt
+    if type(first) is not type(prompt) or prompt[: len(first)] != first:
+      return 0
+    new = prompt[len(first) :]
+    ends = range(1, len(self.tokens) + 1)
+    if isinstance(new, str):
+      kept = [end for end in ends if new.startswith(decode(self.tokens[:end]))]
+    else:
+      kept = [end for end in ends if new[:end] == self.tokens[:end]]
+    return max(kept, default=0)
 
 
 class Session:
@@ -187,6 +244,8 @@ class Session:
     self._lock = threading.Lock()
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
+    self._index: turns_lib.TurnIndex[Segment] = turns_lib.TurnIndex()
+    self._unfinished: list[_UnfinishedTurn] = []
     self._last_text = ''  # text of the last turn, recorded or not
     self._transcript = ''  # up to the last turn
     self._num_begun = 0  # segments, of which some may never end a turn
@@ -237,14 +296,12 @@ class Session:
     """
     read = list(map(turns_lib.ReadMessage, messages))
     written = json.dumps(tools, sort_keys=True, ensure_ascii=False)
+    keeps = self._recording.keeps_thoughts
+    decode = self._template.tokenizer.decode
     with self._open():
-      prefixes = []
-      for segment in self._segments:
-        prefix = Prefix()
-        if segment.tools == written:
-          prefix = segment.prefix(read, self._recording.keeps_thoughts)
-        prefixes.append(prefix)
-      best, prefix = self._longest(self._segments, prefixes)
+      best, prefix = self._longest_of_chat(read, written)
+      if self._adopt(written, prefix.size, lambda turn: turn.end_in_chat(read, keeps, decode)):
+        best, prefix = self._longest_of_chat(read, written)
       for turn in prefix.lacks_thoughts:
         self.counts['thoughts_kept'] += not turn.thoughts_kept
         turn.thoughts_kept = True
@@ -256,17 +313,21 @@ class Session:
         ids = best.ids[:num_ids]
         known[:num_messages] = best.messages_to(num_messages, prefix)
     with self._encoding():
+      if best is not None:
+        try:
+          ids += self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
+        except template_lib.Rejected:  # no message may follow the turn as it was sampled
+          best = None
+          known = list(read)
       if best is None:
         ids = self._template.encode(messages, tools)
-      else:
-        ids += self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
       self._template.check(ids)
     with self._open():
+      kind = ''
       if best is None or not best.is_free_after(prefix.num_turns):
-        if self._has_room:
-          self.counts[self._kind_of_chat(read, written, best, prefix)] += 1
+        kind = self._kind_of_chat(read, written, best, prefix)
         best = None
-      return self._claim(ids, best, written, known)
+      return self._claim(ids, best, written, kind, known)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -275,10 +336,11 @@ class Session:
     """
     if isinstance(prompt, str):
       prompt = self._template.without_bos(prompt)
+    decode = self._template.tokenizer.decode
     with self._open():
-      plain = [segment for segment in self._segments if segment.tools == _PLAIN]
-      prefixes = [Prefix(segment.prefix_of_prompt(prompt)) for segment in plain]
-      best, prefix = self._longest(plain, prefixes)
+      best, prefix = self._longest_of_prompt(prompt)
+      if self._adopt(_PLAIN, prefix.size, lambda turn: turn.end_in_prompt(prompt, decode)):
+        best, prefix = self._longest_of_prompt(prompt)
       ids: list[int] = []
       new = prompt
       if best is not None:
@@ -296,17 +358,33 @@ class Session:
         ids += self._template.encode_more(new)
       self._template.check(ids)
     with self._open():
+      kind = ''
       if best is None or not best.is_free_after(prefix.num_turns):
-        self.counts[self._kind_of_prompt(prompt, plain, best)] += self._has_room
+        kind = self._kind_of_prompt(prompt, best)
         best = None
-      return self._claim(ids, best, _PLAIN, (), prompt)
+      return self._claim(ids, best, _PLAIN, kind, (), prompt)
+
+  def _plain_segments(self) -> list[Segment]:
+    return [segment for segment in self._segments if segment.tools == _PLAIN]
+
+  def _longest_of_chat(
+      self, messages: Sequence[turns_lib.ReadMessage], tools: str
+  ) -> tuple[Segment | None, Prefix]:
+    segments = [segment for segment in self._segments if segment.tools == tools]
+    keeps = self._recording.keeps_thoughts
+    return self._longest(segments, [segment.prefix(messages, keeps) for segment in segments])
+
+  def _longest_of_prompt(self, prompt: str | Sequence[int]) -> tuple[Segment | None, Prefix]:
+    segments = self._plain_segments()
+    return self._longest(segments, [segment.prefix_of_prompt(prompt) for segment in segments])
 
   def _longest(
       self, segments: Sequence[Segment], prefixes: Sequence[Prefix]
   ) -> tuple[Segment | None, Prefix]:
-    """Returns the segment of which a request has most turns, and its prefix.
+    """Returns the segment whose turns reach furthest into a request, and its prefix.
 
-    Of equal ones, a segment whose thoughts came back, that ends there and that is not being
+    A branch has the turns before it in its prompt, so the number of its turns tells nothing. Of
+    equal ones, a segment whose thoughts came back, that ends there and that is not being
     continued is preferred.
     """
     best = None
@@ -314,7 +392,7 @@ class Session:
     best_rank = (0, 0, False)
     for segment, prefix in zip(segments, prefixes):
       is_free = segment.is_free_after(prefix.num_turns)
-      rank = (prefix.num_turns, -len(prefix.lacks_thoughts), is_free)
+      rank = (prefix.size, -len(prefix.lacks_thoughts), is_free)
       if prefix.num_turns and (best is None or rank > best_rank):
         best = segment
         longest = prefix
@@ -336,14 +414,17 @@ class Session:
       num_messages, _ = best.ends[prefix.num_turns - 1]
       if all(message.role != 'assistant' for message in messages[num_messages:]):
         return 'branched'
-    places = [message for message in messages if message.role == 'assistant']
     for segment in self._segments:
       equal = segment.prefix(messages, keeps_thoughts=True).num_messages
       is_prompt = equal == segment.num_prompt_messages and segment.tools != _PLAIN
       if is_prompt and len(messages) == equal and segment.tools == tools:
         return 'branched'  # another sample of the same prompt
-      has_turns = any(segment.has_turn(message) for message in places)
-      if has_turns or (is_prompt and messages[equal:] and messages[equal].role == 'assistant'):
+      if is_prompt and messages[equal:] and messages[equal].role == 'assistant':
+        self._show_difference(segment, messages)
+        return 'rewritten'
+    for message in messages:
+      segment = self._index.find(message)
+      if segment is not None:
         self._show_difference(segment, messages)
         return 'rewritten'
     return 'conversations'
@@ -362,13 +443,11 @@ class Session:
     difference = turns_lib.first_difference(known, messages[place])
     self.difference = f'in message {place + 1} {difference}'
 
-  def _kind_of_prompt(
-      self, prompt: str | Sequence[int], segments: Sequence[Segment], best: Segment | None
-  ) -> str:
+  def _kind_of_prompt(self, prompt: str | Sequence[int], best: Segment | None) -> str:
     """Returns the count of a prompt without messages that continues no segment at its end."""
     if best is not None:
       return 'branched'
-    for segment in segments:
+    for segment in self._plain_segments():
       first = segment.first_prompt
       if type(first) is type(prompt) and prompt[: len(first)] == first:
         return 'branched' if len(prompt) == len(first) else 'rewritten'
@@ -383,18 +462,22 @@ class Session:
     """Returns a plan for another sample of the same prompt, in a separate segment."""
     assert plan.segment is not None
     with self._lock:
-      self.counts['branched'] += self._has_room
-      return self._claim(plan.ids, None, plan.segment.tools, plan.messages, plan.prompt)
+      return self._claim(plan.ids, None, plan.segment.tools, 'branched', plan.messages, plan.prompt)
 
   def _claim(
       self,
       ids: list[int],
       segment: Segment | None,
       tools: str,
+      kind: str,
       messages: Sequence[turns_lib.ReadMessage | RecordedTurn],
       prompt: str | Sequence[int] = '',
   ) -> RequestPlan:
-    """Returns the plan of a request that continues a segment, or begins one."""
+    """Returns the plan of a request that continues a segment, or begins one of a kind."""
+    if not self._has_room:
+      kind = ''
+    if kind:
+      self.counts[kind] += 1
     if segment is None:
       segment = Segment(ids, tools, self._num_begun, first_prompt=prompt)
       self._num_begun += 1
@@ -402,13 +485,60 @@ class Session:
     key = self._key
     if segment.number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, segment.number)
-    return RequestPlan(ids, np.asarray(jax.random.key_data(key)), segment, messages, prompt)
+    key_data = np.asarray(jax.random.key_data(key))
+    return RequestPlan(ids, key_data, segment, kind, messages, prompt)
 
-  def abandon(self, plan: RequestPlan) -> None:
-    """Ends a request that gave no turn."""
+  def abandon(
+      self, plan: RequestPlan, tokens: Sequence[int] = (), logp: Sequence[float] = ()
+  ) -> None:
+    """Ends a request whose client has left, after these tokens of a stream.
+
+    They become a turn when the client sends their text back. Until then the turn is unrecorded.
+    """
     assert plan.segment is not None
     with self._lock:
       plan.segment.is_extended = False
+      if plan.kind:
+        self.counts[plan.kind] -= 1
+      if not tokens or self._closed:
+        return
+      self._unfinished.append(_UnfinishedTurn(plan, list(tokens), list(logp)))
+      self.counts['unrecorded'] += 1
+      self._show(plan, tokens)
+    logging.log_first_n(
+        logging.WARNING,
+        'a program ended the stream of a turn early: the turn is recorded only if a later request '
+        'has its text. Use `stop` to end turns at a text',
+        1,
+    )
+
+  def _adopt(self, tools: str, size: int, find_end: Callable[['_UnfinishedTurn'], int]) -> bool:
+    """Records the unfinished turns that a request shows, and returns whether there are some.
+
+    `size` is how much of the request the recorded turns cover, and `find_end` returns the number of
+    tokens that the client has kept.
+    """
+    adopts = False
+    for turn in list(self._unfinished):
+      plan = turn.plan
+      segment = plan.segment
+      assert segment is not None
+      is_known = size > len(plan.messages or plan.prompt)  # another turn stands there
+      end = 0 if is_known or segment.tools != tools else find_end(turn)
+      if not end:
+        continue
+      adopts = True
+      if segment.is_extended or len(segment.ids) > len(plan.ids):  # by another request
+        plan = self._claim(plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt)
+      elif plan.kind:
+        self.counts[plan.kind] += 1
+      self._unfinished.remove(turn)
+      self.counts['unrecorded'] -= 1
+      tokens = turn.tokens[:end]
+      text = self._template.tokenizer.decode(tokens)
+      said = {'role': 'assistant', 'content': text}
+      self._record(plan, tokens, turn.logp[:end], [said])
+    return adopts
 
   def record(
       self,
@@ -424,37 +554,57 @@ class Session:
 
     Returns None for a turn that is not recorded, because the session has too many rows.
     """
+    with self._open():
+      return self._record(plan, tokens, logp, answers, was_cut, action, text)
+
+  def _record(
+      self,
+      plan: RequestPlan,
+      tokens: Sequence[int],
+      logp: Sequence[float],
+      answers: Sequence[Message],
+      was_cut: bool = False,
+      action: str = 'other',
+      text: str | None = None,
+  ) -> int | None:
+    forms = []
+    for answer in answers:
+      with contextlib.suppress(RecursionError):  # arguments that are nested too deeply
+        forms.append(turns_lib.ReadMessage(answer))
     turn = types.Turn(
         tokens=np.array(tokens, np.int32), logp=np.array(logp, np.float32), action=action
     )
-    with self._open():
-      segment = plan.segment
-      assert segment is not None
-      tokenizer = self._template.tokenizer
-      self._last_text = tokenizer.opening(plan.ids)
-      if turn.tokens.size:
-        self._last_text += episode_lib.action_text(tokenizer, turn.tokens)
-      self._transcript = self._text_before(plan) + self._last_text
-      segment.is_extended = False
-      if not segment.turns and not self._has_room:
-        self.counts['unrecorded'] += 1
-        return None
-      new = plan.ids[len(segment.ids) :]
-      if segment.turns:
-        segment.turns[-1].observation = np.array(new, np.int32)
-      else:
-        self._segments.append(segment)
-      segment.turns.append(turn)
-      segment.ids += new + turn.tokens.tolist()
-      forms = list(map(turns_lib.ReadMessage, answers))
-      segment.messages = [*plan.messages, RecordedTurn(forms, self._last_text)]
-      segment.ends.append((len(segment.messages), len(segment.ids)))
-      if segment.tools == _PLAIN:
-        segment.texts.append(self._text_after(plan.prompt, tokens, text))
-      self._turns.append(turn)
-      segment.num_cut += was_cut
-      segment.ends_cut = was_cut
-      return len(self._turns)
+    segment = plan.segment
+    assert segment is not None
+    self._show(plan, turn.tokens)
+    segment.is_extended = False
+    if not segment.turns and not self._has_room:
+      self.counts['unrecorded'] += 1
+      return None
+    new = plan.ids[len(segment.ids) :]
+    if segment.turns:
+      segment.turns[-1].observation = np.array(new, np.int32)
+    else:
+      self._segments.append(segment)
+    segment.turns.append(turn)
+    segment.ids += new + turn.tokens.tolist()
+    self._index.add(forms, segment)
+    segment.messages = [*plan.messages, RecordedTurn(forms, self._last_text)]
+    segment.ends.append((len(segment.messages), len(segment.ids)))
+    if segment.tools == _PLAIN:
+      segment.texts.append(self._text_after(plan.prompt, tokens, text))
+    self._turns.append(turn)
+    segment.num_cut += was_cut
+    segment.ends_cut = was_cut
+    return len(self._turns)
+
+  def _show(self, plan: RequestPlan, tokens: tokenizer_lib.Ids) -> None:
+    """Sets the texts of the last turn, which a reward reads."""
+    tokenizer = self._template.tokenizer
+    self._last_text = tokenizer.opening(plan.ids)
+    if len(tokens):
+      self._last_text += episode_lib.action_text(tokenizer, np.asarray(tokens))
+    self._transcript = self._text_before(plan) + self._last_text
 
   def _text_before(self, plan: RequestPlan) -> str:
     """Returns the text between a conversation's prompt and its next turn."""

@@ -39,6 +39,10 @@ class TooLong(ValueError):
   """A text has more tokens than fit. Not all of it may have been encoded."""
 
 
+class Rejected(ValueError):
+  """The chat template rejects the messages."""
+
+
 class _Gaps(NamedTuple):
   """What a chat template leaves out or rejects, so that texts of the messages must say it."""
 
@@ -326,7 +330,7 @@ class Template:
       marked = self._mark_messages(messages)
       return render(_as_user(marked, hidden), **options)
     except Exception as error:  # a template may raise anything
-      raise ValueError(f'the chat template rejects the messages ({error})') from error
+      raise Rejected(f'the chat template rejects the messages ({error})') from error
 
   def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
     """Marks texts that must not become a token. A template sees an agent's own </think>."""

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+import math
 import re
 from typing import Any
+from typing import Generic
+from typing import TypeVar
 
 Message = Mapping[str, Any]
 
@@ -20,6 +23,8 @@ _TAGS = re.compile('(<think(?: [^<>]*)?>|</think>)')  # inspect-ai adds attribut
 _CALL = re.compile('<tool_call>(.*?)</tool_call>', re.DOTALL)
 _WORD = re.compile(r'\S+')
 _SHOWN_CHARS = 80  # length of a difference
+_HEAD_CHARS = 16
+Owner = TypeVar('Owner')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,42 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
   if has_rest and (form.calls or not form.words):
     return None
   return Match(rest if has_rest else '', lacks_thoughts)
+
+
+class TurnIndex(Generic[Owner]):
+  """Finds recorded turns among messages, without comparing each turn with each message.
+
+  A message that is a turn has its calls, or begins with the same characters but for white space.
+  """
+
+  def __init__(self) -> None:
+    self._turns: dict[Any, list[tuple[Sequence[ReadMessage], Owner]]] = {}
+
+  def add(self, forms: Sequence[ReadMessage], owner: Owner) -> None:
+    """Adds a turn by the messages with which it may come back."""
+    heads = {_head(form) for form in forms} - {''}
+    calls = {form.calls for form in forms} - {()}
+    for key in (*heads, *calls):
+      self._turns.setdefault(key, []).append((forms, owner))
+
+  def find(self, message: ReadMessage) -> Owner | None:
+    """Returns the owner of the turn that a message is; None: it is no turn with some content."""
+    if message.role != 'assistant':
+      return None
+    head = _head(message)
+    keys: list[Any] = [head[:size] for size in range(1, len(head) + 1)]
+    keys += [message.calls, _written_calls(message.text)]
+    for key in keys:
+      for forms, owner in self._turns.get(key, ()):
+        if match(forms, message):
+          return owner
+    return None
+
+
+def _head(message: ReadMessage) -> str:
+  """Returns the first characters of a text, without white space and what is in a call."""
+  before, tag, _ = message.text.partition('<tool_call>')
+  return ''.join((before + tag).split())[:_HEAD_CHARS]
 
 
 def _unique(thoughts: Sequence[str]) -> list[str]:
@@ -206,18 +247,15 @@ def first_difference(recorded: ReadMessage, message: ReadMessage) -> str:
 
 
 def _write(value: Any) -> str:
-  """Returns the same text for values that are equal as JSON: 2 and 2.0, or a JavaScript number."""
-  return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+  """Returns the same text for values that are equal as JSON: 2 and 2.0, or a JavaScript number.
+
+  The JSON library nests deeper than a recursive function of Python.
+  """
+  text = json.dumps(value)
+  plain = json.loads(text, parse_int=_plain_number, parse_float=_plain_number)
+  return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {name: _plain(item) for name, item in value.items()}
-  if isinstance(value, list):
-    return [_plain(item) for item in value]
-  if isinstance(value, (int, float)) and not isinstance(value, bool):
-    try:
-      return float(value) + 0.0  # -0.0 is 0.0
-    except OverflowError:  # no double holds it
-      return value
-  return value
+def _plain_number(digits: str) -> float | str:
+  number = float(digits) + 0.0  # -0.0 is 0.0
+  return digits if math.isinf(number) else number  # no double holds it
