@@ -365,6 +365,81 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(answer.json()['error']['param'], 'prompt')
     self.assertIn(words, answer.json()['error']['message'])
 
+  @contextlib.contextmanager
+  def opened(self, server=None):
+    service = (server or self.server).app.service
+    session = service.open_session(jax.random.key(0), sessions.Sampling())
+    yield session, f'/s/{session.name}/v1'
+    service.end_session(session.name)
+
+  @parameterized.parameters('', 'th', 'the', 'th more')
+  def test_stop_string_that_client_writes_is_no_new_text(self, written):
+    """The last token has a letter after the stop string."""
+    tokenizer, _, _ = embedded()
+    sampled = tokenizer.encode('Paris is the')
+    with self.opened() as (session, path), scripted(sampled, ' ok'):
+      choice = self.ask(f'{path}/chat/completions', stop=['th'])['choices'][0]
+      self.assertEqual(choice['message']['content'], 'Paris is ')
+      said = {'role': 'assistant', 'content': 'Paris is ' + written}
+      messages = [*ASKED['messages'], said, {'role': 'user', 'content': ' So?'}]
+      self.ask(f'{path}/chat/completions', messages=messages)
+      (row,) = session.episodes(None, 0)
+    self.assertEqual(row.turns[0].tokens.tolist(), sampled)
+    more = written.removeprefix('th').removeprefix('e') + ' So?'
+    self.assertEqual(tokenizer.decode(row.turns[0].observation), more)
+
+  def test_counted_tokens_are_no_forced_request(self):
+    tool = {'name': 'search', 'input_schema': {'type': 'object'}}
+    fields = {'messages': ASKED['messages'], 'tools': [tool], 'tool_choice': {'type': 'any'}}
+    with running(forced_choice='auto') as server, self.opened(server) as (session, path):
+      for route, count in (('messages/count_tokens', 0), ('messages', 1)):
+        answer = post(server, {**fields, 'max_tokens': 2}, f'{path}/{route}')
+        self.assertEqual(answer.status_code, 200, answer.text)
+        self.assertEqual(session.counts['forced'], count)
+
+  @parameterized.parameters('chat/completions', 'responses', 'messages', 'completions')
+  def test_stream_that_client_ends_is_recorded_later(self, route):
+    tokenizer, _, _ = embedded()
+    sampled = tokenizer.encode('Paris is the capital of France, on the Seine, where it rains.')
+    question = {'role': 'user', 'content': QUESTION}
+    fields = {'max_tokens': 100, 'messages': [question]}
+    if route == 'responses':
+      fields = {'input': [question]}
+    if route == 'completions':
+      fields = {'max_tokens': 100, 'prompt': QUESTION}
+    record = scheduler_lib.Scheduler._record
+
+    def slow_record(*args):
+      time.sleep(0.1)
+      record(*args)
+
+    with (
+        self.opened() as (session, path),
+        scripted(sampled, ' ok'),
+        mock.patch.object(scheduler_lib.Scheduler, '_record', slow_record),
+    ):
+      text = ''
+      with post(self.server, {**fields, 'stream': True}, f'{path}/{route}', stream=True) as stream:
+        for line in stream.iter_lines(decode_unicode=True):
+          text += ''.join(re.findall(r'"(?:text|content|delta)": "([^"]*)"', line))
+          if len(text) >= 12:
+            break
+      wait_for(lambda: session.counts['unrecorded'])
+      self.assertEqual(session.num_turns, 0)
+      said = [question, {'role': 'assistant', 'content': text}, {**question, 'content': ' So?'}]
+      for name in ('messages', 'input'):
+        if name in fields:
+          fields[name] = said
+      if route == 'completions':
+        fields['prompt'] += text + ' So?'
+      answer = post(self.server, fields, f'{path}/{route}')
+      self.assertEqual(answer.status_code, 200, answer.text)
+      (row,) = session.episodes(None, 0)
+    self.assertLen(row.turns, 2)
+    self.assertEqual(tokenizer.decode(row.turns[0].tokens), text)
+    self.assertEqual(tokenizer.decode(row.turns[0].observation), ' So?')
+    self.assertEqual(session.counts['unrecorded'], 0)
+
   def test_prompt_that_cannot_fit_is_not_encoded(self):
     service, text = self.server.app.service, 'x ' * 1_500_000
     session = service.open_session(jax.random.key(0), sessions.Sampling())
@@ -991,7 +1066,7 @@ class LimitsTest(parameterized.TestCase):
     before = self.num_disconnected()
     with mock.patch.object(scheduler, '_score', slow_score):
       if not is_running:
-        blocker = scheduler.control('score', [[5, 6]])
+        scheduler.control('score', [[5, 6]])
         self.assertTrue(has_begun.wait(60))
       with sent(self.server, fields, path):
         if is_running:
