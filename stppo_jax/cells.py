@@ -11,6 +11,8 @@ from typing import Any
 from stppo_jax import types
 
 _MOST_SHOWN = 12  # columns in a message
+_TRUE = ('true', '1', '1.0', 'yes', 't')
+_FALSE = ('false', '0', '0.0', 'no', 'f')
 
 
 def listed(columns: Iterable[str]) -> str:
@@ -34,6 +36,18 @@ def is_null(value: Any) -> bool:
   return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def flag(name: str, value: Any) -> bool:
+  """Returns a truth that may be a number or a text. ValueError: it is of another kind."""
+  text = str(value).strip().lower()
+  if text in _TRUE:
+    return True
+  if text in _FALSE:
+    return False
+  raise ValueError(
+      f'column {name!r} is {types.shown(value)}: true or false is needed, also as 1, 0 or a text'
+  )
+
+
 def parsed(text: str) -> Any:
   """Returns the list or dict that a text writes in JSON or Python, or else the text itself.
 
@@ -48,8 +62,8 @@ def parsed(text: str) -> Any:
     pass
   try:
     value = types.without_surrogates(ast.literal_eval(text.strip()))
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return text
+  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    return text  # TypeError: a set of sets, or a dict with a list as its key
   if not isinstance(value, (list, dict)):
     return text
   if _joins_strings(text):

@@ -15,6 +15,7 @@ import itertools
 import os
 import pathlib
 import re
+import types as types_lib
 from typing import Any
 from typing import NamedTuple
 
@@ -32,13 +33,20 @@ _DOWNLOAD = (
 )
 _PASSAGE_IDS = ('id', '_id', 'id_', 'pid', 'passage_id', 'docid', 'doc_id')
 _PASSAGE_TEXTS = ('text', 'content', 'contents', 'page_content', 'passage', 'segment', 'body')
-_OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'title', 'wikipedia_title', 'meta')
-# Beside `answers`, these may make a row one of a published set.
-_OTHER_COLUMNS = ('query', 'context', 'paragraphs', 'passage', 'label', 'correct_answer_id')
+_OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'title', 'wikipedia_title', 'meta', 'metadata')
+_NO_COLUMNS: Mapping[str, Any] = types_lib.MappingProxyType({})
 _CORPUS = 'corpus'  # the stem of a folder's file of passages
 # A split in the name of a file: train-00000-of-00002.parquet, hotpot_dev_distractor_v1.json.
 _SPLIT_IN_NAME = re.compile(r'(?<![a-z])(train|dev|validation|valid|val|test)(?![a-z])')
 _OTHER_NAMES = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}
+
+
+class Loaded(NamedTuple):
+  """The questions of a source."""
+
+  tasks: list[types.Task]
+  unanswered: list[str]  # rows that cannot be scored, with their place and the reason
+  readings: dict[pathlib.Path, str]  # how each file was read
 
 
 class _Loaded(NamedTuple):
@@ -51,23 +59,49 @@ class _Loaded(NamedTuple):
   has_id: bool = True  # whether the file names the row
 
 
-def load_tasks(source: str, split: str) -> list[types.Task]:
+def load_tasks(
+    source: str, split: str, columns: Mapping[str, Any] = _NO_COLUMNS
+) -> list[types.Task]:
   """Loads the questions of a split from `embedded`, folders and files.
+
+  `columns` are those of config.data.columns, if the user names them.
 
   `validation`, `valid` and `val` are other names of the split `dev`. If the names of several files
   say different splits, the rows of each file belong to its own. Any other row without a split
   belongs to every split. Rows without an answer are left out, and counted in the log.
   """
+  loaded = load_all(source, columns)
+  tasks = loaded.tasks
+  unanswered = loaded.unanswered
+  num_rows = len(tasks) + len(unanswered)
+  if unanswered:
+    row_files.log_once(
+        f'{len(unanswered)} of {num_rows} rows cannot be scored and are left out: {unanswered[0]}'
+    )
+  for path, text in loaded.readings.items():
+    row_files.log_once(f'{path}: read as {text}')
+  if chosen := _of_split(tasks, split):
+    return chosen
+  if not tasks and unanswered:
+    raise types.UserError(f'none of {num_rows} rows can be scored: {unanswered[0]}')
+  known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
+  raise types.UserError(
+      f'{source}: no question of split {split!r}; splits there: {known}. --config.data.train_split '
+      'and --config.data.eval_split name others'
+  )
+
+
+def load_all(source: str, columns: Mapping[str, Any] = _NO_COLUMNS) -> Loaded:
+  """Loads the questions of all splits."""
   paths = _question_paths(source)
   split_by_path = _splits_of_names(paths)
   tasks: list[types.Task] = []
   seen: set[tuple[str, str]] = set()
   unanswered: list[str] = []
-  num_rows = 0
+  readings: dict[pathlib.Path, str] = {}
   for path in paths:
     seen_in_file: set[tuple[str, str]] = set()
-    for loaded in _questions(path):
-      num_rows += 1
+    for loaded in _questions(path, columns, readings):
       task = loaded.task
       if task is None:
         unanswered.append(f'{path}:{loaded.row.number}: {loaded.reason}')
@@ -81,19 +115,7 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
         check_task(task, seen)
       seen_in_file.add(key)
       tasks.append(task)
-  if unanswered:
-    row_files.log_once(
-        f'{len(unanswered)} of {num_rows} rows cannot be scored and are left out: {unanswered[0]}'
-    )
-  if chosen := _of_split(tasks, split):
-    return chosen
-  if not tasks and unanswered:
-    raise types.UserError(f'none of {num_rows} rows can be scored: {unanswered[0]}')
-  known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
-  raise types.UserError(
-      f'{source}: no question of split {split!r}; splits there: {known}. --config.data.train_split '
-      'and --config.data.eval_split name others'
-  )
+  return Loaded(tasks, unanswered, readings)
 
 
 def _of_split(tasks, split):
@@ -161,7 +183,7 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
     )
 
 
-def load_corpus(source: str) -> list[types.Passage]:
+def load_corpus(source: str, columns: Mapping[str, Any] = _NO_COLUMNS) -> list[types.Passage]:
   """Loads the passages: `embedded`, folders with a file `corpus`, or files.
 
   Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of
@@ -175,7 +197,7 @@ def load_corpus(source: str) -> list[types.Passage]:
   num_questions = 0
   empty: list[str] = []
   for path in paths or _question_paths(source):
-    for row, of_questions in _passage_rows(path):
+    for row, of_questions in _passage_rows(path, columns):
       if of_questions is not None:
         num_questions += 1
         num_of_questions += len(of_questions)
@@ -367,66 +389,55 @@ def _splits_of_names(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
   return splits
 
 
-def _questions(path: pathlib.Path) -> Iterator[_Loaded]:
-  """Yields what each row of a file of questions holds."""
+def _questions(
+    path: pathlib.Path, columns: Mapping[str, Any], readings: dict[pathlib.Path, str]
+) -> Iterator[_Loaded]:
+  """Yields what each row of a file of questions holds, and notes how the file is read."""
+  from stppo_jax import public_formats  # most plug-ins need none of it
+
   reader = None
-  for row in row_files.read(path, _columns(path)):
-    if _is_own(row.fields):
-      with row_files.explain(path, row.number):
-        has_id = 'id' in row.fields
-        task = _task(row.fields, f'{path.name.partition(".")[0]}-{row.number}')
-      yield _Loaded(row, task, has_id=has_id)
-      continue
+  for row in row_files.read(path, _columns(path, columns)):
     if reader is None:
-      reader = _public_formats().SetReader(path)
-    for question in reader.read(row):
-      yield _Loaded(row, *question)
+      reader = public_formats.SetReader(path, columns)
+      readings[path] = reader.reading.described()
+    if not reader.is_own:
+      for question in reader.read(row):
+        yield _Loaded(row, *question)
+      continue
+    with row_files.explain(path, row.number):
+      task = _task(row.fields, f'{path.name.partition(".")[0]}-{row.number}')
+    yield _Loaded(row, task, has_id='id' in row.fields)
 
 
 def _passage_rows(
-    path: pathlib.Path,
+    path: pathlib.Path, columns: Mapping[str, Any]
 ) -> Iterator[tuple[row_files.FileRow, Sequence[types.Passage] | None]]:
   """Yields the rows of a file, with the passages of those that are questions."""
+  from stppo_jax import public_formats
+
   reader = None
-  for row in row_files.read(path, _columns(path)):
+  for row in row_files.read(path, _columns(path, columns)):
     is_passage = {'text', 'contents'} & row.fields.keys() and 'question' not in row.fields
-    if is_passage:
+    if is_passage or not public_formats.is_question(row.fields, columns):
       yield row, None
-    elif _is_own(row.fields):
+      continue
+    if reader is None:
+      reader = public_formats.SetReader(path, columns)
+    if reader.is_own:
       yield row, ()
     else:
-      if reader is None:
-        reader = _public_formats().SetReader(path)
-      if not reader.is_question(row):
-        yield row, None
-        continue
       for question in reader.read(row):
         yield row, question.passages
 
 
-def _columns(path: pathlib.Path) -> tuple[str, ...]:
+def _columns(path: pathlib.Path, columns: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the columns to read of a Parquet file, whose others may be large."""
   if not path.name.endswith('.parquet'):
     return ()
-  return (*_OWN_COLUMNS, *_PASSAGE_IDS, *_PASSAGE_TEXTS, *_public_formats().COLUMNS)
+  from stppo_jax import public_formats
 
-
-def _public_formats() -> Any:
-  from stppo_jax import public_formats  # our own files need none of it
-
-  return public_formats
-
-
-def _is_own(fields: Mapping[str, Any]) -> bool:
-  """Returns whether a row has the columns of our own files."""
-  answers = fields.get('answers')
-  is_json = isinstance(answers, str) and answers.lstrip()[:1] in ('[', '{')  # a cell of a table
-  if answers is None or is_json or isinstance(answers, dict):
-    return False
-  if any(fields.get(name) is not None for name in ('gold', 'hops', 'steps')):
-    return True
-  may_be_other = any(fields.get(name) is not None for name in _OTHER_COLUMNS)
-  return not may_be_other or not _public_formats().is_other_set(fields)
+  known = public_formats.known_columns(columns)
+  return (*_OWN_COLUMNS, *_PASSAGE_IDS, *_PASSAGE_TEXTS, *known)
 
 
 def _passage(row: row_files.FileRow) -> types.Passage | None:

@@ -426,7 +426,13 @@ class FormatsTest(_FileTest):
           'B',
           'Leukopenia',
       ),
-      ('mmlu', 'm.parquet', {'question': 'q', 'choices': ['0', '4', '2'], 'answer': 1}, 'B', '4'),
+      (
+          'mmlu',
+          'm.parquet',
+          {'question': 'q', 'subject': 's', 'choices': ['0', '4', '2'], 'answer': 1},
+          'B',
+          '4',
+      ),
       (
           'arc',
           'm.parquet',
@@ -470,7 +476,6 @@ class FormatsTest(_FileTest):
           'B',
           'y',
       ),
-      ('label_besides', 'm.jsonl', {**_MEDQA, 'label': 'B'}, 'C', 'Nitrofurantoin'),
       ('aqua', 'a.jsonl', {'question': 'q', 'options': ['A)1', 'B)2'], 'correct': 'B'}, 'B', 'B)2'),
       ('mmmlu', 'm.parquet', {'Question': 'q', 'A': '2', 'B': '4', 'Answer': 'B'}, 'B', '4'),
       (
@@ -512,7 +517,7 @@ class FormatsTest(_FileTest):
 
   @parameterized.parameters(
       ('answer', 'option_a option_b option_c', (0, 2), ('A', 'C')),  # INCLUDE
-      ('answer', 'A B C', (2, 3), ('B', 'C')),  # KMMLU
+      ('answer', 'A B C', (1, 3), ('A', 'C')),  # KMMLU
       (
           'correct_answer_num',
           'mc_answer1 mc_answer2 mc_answer3',
@@ -520,7 +525,7 @@ class FormatsTest(_FileTest):
           ('A', 'C'),
       ),  # Belebele
       ('label', 'answer0 answer1 answer2', ('1', '0'), ('B', 'A')),  # CosmosQA
-      ('label', 'answerA answerB answerC', ('3', '2'), ('C', 'B')),  # SocialIQA
+      ('label', 'answerA answerB answerC', ('3', '1'), ('C', 'A')),  # SocialIQA
   )
   def test_numbers_of_option_columns(self, name, columns, numbers, letters):
     options = dict(zip(columns.split(), ('2', '3', 'x')))  # texts that look like numbers
@@ -538,11 +543,11 @@ class FormatsTest(_FileTest):
     task = self.one({'question': 'q', 'answer': 'Lima', 'A': 'x', 'B': 'y'})
     self.assertEqual((task.answers, task.options), (('Lima',), ()))
     rows = [{'question': 'q', 'answer': n, 'answer1': '2', 'answer2': '12'} for n in (1994, 12)]
-    found = self.load('n.jsonl', rows)
-    self.assertEqual([(t.answers, t.letter) for t in found], [(('1994',), ''), (('12',), 'B')])
+    with self.assertRaisesRegex(types.UserError, "column 'answer' is 1994: none of the 2 options"):
+      self.load('n.jsonl', rows)
 
   def test_label_of_wrong_answers(self):
-    """WikiQA and MultiRC have a row per answer; elsewhere a label means something else."""
+    """WikiQA has a row per answer; elsewhere nothing tells what a label means."""
     rows = [
         {'question': 'q', 'answer': 'x', 'label': 0},
         {'question': 'q', 'answer': 'y', 'label': 1},
@@ -550,7 +555,8 @@ class FormatsTest(_FileTest):
     for name in ('w.parquet', 'w.jsonl'):
       self.assertEqual([t.answers for t in self.load(name, rows)], [('y',)])
     rows[1]['question'] = 'another'
-    self.assertLen(self.load('w.jsonl', rows), 2)
+    with self.assertRaisesRegex(types.UserError, "columns 'answer' and 'label' may both be"):
+      self.load('w.jsonl', rows)
 
   def test_pubmedqa_of_its_authors(self):
     (task,) = self.load('ori_pqal.json', _PUBMED_OWN)
@@ -581,7 +587,7 @@ class FormatsTest(_FileTest):
     rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (1, 4)]
     self.assertEqual([t.letter for t in self.load('m.parquet', rows)], ['A', 'D'])
     rows = [{**_MEDMCQA, 'id': str(cop), 'cop': cop} for cop in (0, 4)]
-    with self.assertRaisesRegex(types.UserError, "m.json: column 'cop' has 0 and 4"):
+    with self.assertRaisesRegex(types.UserError, "m.json:1: column 'cop' is 0: none of the 4 options"):
       self.load('m.json', rows)
 
 
@@ -691,13 +697,16 @@ class FilesTest(_FileTest):
   def test_null_columns_and_nan(self):
     rows = [
         {'id': 'a', 'question': 'q', 'golden_answers': ['x', None], 'answer': None, 'split': None},
-        {'id': None, 'question': 'q', 'golden_answers': None, 'answer': 'y', 'split': 'train'},
+        {'id': None, 'question': 'q', 'golden_answers': ['y'], 'answer': None, 'split': 'train'},
     ]
     for row in rows:
       row['answers'] = None
     found = self.load('qa.parquet', rows)
     self.assertEqual([t.answers for t in found], [('x',), ('y',)])
     self.assertEqual([t.id for t in found], ['a', 'qa-2'])
+    rows[1] |= {'golden_answers': None, 'answer': 'y'}
+    with self.assertRaisesRegex(types.UserError, "'golden_answers' and 'answer' may both be"):
+      self.load('qa.parquet', rows)
     (task,) = self.load('qa.jsonl', '{"question": "q", "answer": NaN, "golden_answers": ["z"]}')
     self.assertEqual(task.answers, ('z',))
 
@@ -738,7 +747,7 @@ class FilesTest(_FileTest):
           "column 'answer' is 'proof'",
       ),
       (
-          [{'question': 'q', 'A': 'x', 'B': 'y', 'Answer': 'AB'}],
+          [{'Question': 'q', 'A': 'x', 'B': 'y', 'Answer': 'AB'}],
           "column 'Answer' is 'AB', which are",
       ),
       ([{'query': 'q', 'answers': ['No Answer Present.']}], "column 'answers' is .'No Answer"),
@@ -786,12 +795,12 @@ class FilesTest(_FileTest):
       (
           'options_in_answers',
           {'context': 'c', 'question': 'q', 'answers': ['x', 'y'], 'label': 1},
-          "column 'answers' has 2 texts, and column 'label' is 1: rename",
+          r"columns 'answers' and 'label' may both be the answer, as in \['x', 'y'\] and 1",
       ),
       (
           'countdown',
           {**_VERL, 'reward_model': {'ground_truth': {'target': 65, 'numbers': [44, 19]}}},
-          "column 'ground_truth' has the keys numbers, target",
+          "column 'reward_model.ground_truth' has the keys target, numbers",
       ),
       (
           'unclear_number',

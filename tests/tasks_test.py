@@ -79,7 +79,7 @@ class LoadTasksTest(_FileTest):
 
   def test_other_columns_keep_a_row_our_own(self):
     row = {'id': 'q1', 'question': 'q', 'answers': ['a', 'b'], 'split': 'train'}
-    for extra in ({'context': 3}, {'label': 'easy'}, {'label': 2}, {'context': 'c', 'gold': ['p']}):
+    for extra in ({'context': 3}, {'label': 'easy'}, {'label': 9}, {'context': 'c', 'gold': ['p']}):
       (task,) = tasks.load_tasks(self.write('qa.jsonl', {**row, **extra}), 'train')
       self.assertEqual((task.answers, task.gold), (('a', 'b'), tuple(extra.get('gold', ()))))
 

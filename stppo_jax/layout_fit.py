@@ -1,0 +1,763 @@
+"""Which layout a file of questions has. All of its rows decide, and nothing is guessed.
+
+A file fits a layout if it has the columns, if each value can be read, and if no other column could
+name another answer or hold what the question is about. If no layout fits, or if two of them lead to
+different answers, the error says how to name the columns.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import fnmatch
+import itertools
+import pathlib
+import re
+from typing import Any
+from typing import NamedTuple
+
+from stppo_jax import cells
+from stppo_jax import layout_values as values
+from stppo_jax import layouts
+from stppo_jax import row_files
+from stppo_jax import types
+from stppo_jax.layouts import Layout
+from stppo_jax.types import shown
+
+OWN = Layout(
+    'own file',
+    'docs/data.md',
+    'question',
+    {'answers': 'text'},
+    ignores=('answer', 'options', 'options.*', 'gold', 'steps'),
+)
+USER = 'config.data.columns'
+IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
+SPLITS = ('split', 'extra_info.split', 'metadata.split')
+DATASETS = ('data_source', 'dataset', 'extra_info.data_source', 'metadata.data_source')
+PASSAGES = (
+    *('context', 'paragraphs', 'CONTEXTS', 'passage', 'article', 'flores_passage'),
+    *('metadata.context', 'metadata.paragraphs', 'metadata.metadata.paragraphs'),
+)
+FACTS = ('supporting_facts', 'metadata.supporting_facts')
+STEPS = tuple(f'{outer}question_decomposition' for outer in ('', 'metadata.', 'metadata.metadata.'))
+IMAGES = ('images', 'image', 'image_1', 'Picture')
+QUESTIONS = tuple(
+    dict.fromkeys(name for layout in layouts.LAYOUTS for name in layout.question.split('|'))
+)
+_COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values.STATES, values.ALIASES)
+
+# The name of a column that may hold the answer, whatever its values are.
+_ANSWER_NAME = re.compile(
+    r'answer|correct|truth|solution|gold|target|expected|referenc|respons|predict'
+    r'|(?<![a-z])(ans|right|output|completion|result|final|reply)(?![a-z])'
+)
+_OPTION_NAME = re.compile('option|choice|candidate|alternative|distractor|ending|incorrect|wrong')
+# Words in the name of a column that may name the answer if its values look like it.
+_POSITION_WORDS = frozenset('label labels key idx index num number no choice option'.split())
+# A column whose name ends with such a word describes an answer.
+_ABOUT_WORDS = frozenset(
+    'type types start starts end count url source language length format level date score scores '
+    'rating time explanation reason rationale'.split()
+)
+# Words in the name of a column without which a question may not be understood.
+_CONTEXT_WORDS = frozenset(
+    'context contexts passage passages paragraph paragraphs article articles table tables story '
+    'document documents narrative premise puzzle background dialogue dialog conversation scenario '
+    'ctx text texts body sentence sentences'.split()
+)
+_MEDIA_WORDS = frozenset('image images picture video audio figure diagram photo'.split())
+_QUESTION_NAMES = frozenset('question query problem prompt instruction input goal'.split())
+# A letter, several ones, or a number, which may name options.
+_BARE = re.compile(r'\(?[A-Za-z]\)?[.)]?|[A-J]{2,}|[A-J](, ?[A-J])+|-?[0-9]+|op[a-e]')
+_SHORTEST_PROSE = 80  # characters of a text that explains an answer, and names none
+_MOST_NAMES = 400  # columns, with the keys of nested ones
+_DEPTH = 4  # of nested columns
+_MOST_CHARS = 300  # of a row in a message
+
+
+class Reading(NamedTuple):
+  """How the questions of a file are read."""
+
+  layout: Layout
+  kinds: Mapping[str, str]  # {column: how it names the answer, as in layouts.Layout.answers}
+  options: tuple[str, ...]  # the columns with options
+  has_answers: bool = True
+
+  def described(self) -> str:
+    """Returns what was understood, for people."""
+    layout = self.layout
+    parts = [f'question in {layout.question!r}']
+    kinds = [f'{name!r} ({_MEANINGS[kind]})' for name, kind in self.kinds.items()]
+    parts.append(f'answer in {", ".join(kinds) or "no column"}')
+    if self.options:
+      parts.append(f'options in {cells.listed(self.options)}')
+    return f'{layout.name} ({layout.source}): {"; ".join(parts)}'
+
+
+_MEANINGS = {
+    'letter': 'the letter of an option',
+    'index0': 'the number of an option, from 0',
+    'index1': 'the number of an option, from 1',
+    'text': 'a text',
+    layouts.ANY: 'as the row tells',
+    layouts.NUMBER: 'a whole number',
+    layouts.TRUTH: 'true or false',
+    layouts.DECISION: 'yes, no or maybe',
+}
+
+
+class Misfit(Exception):
+  """A file does not fit a layout. `number` is the row that shows it."""
+
+  def __init__(self, number: int, message: str):
+    super().__init__(message)
+    self.number = number
+
+
+@dataclasses.dataclass
+class _Facts:
+  """What the values of a column are, over all rows of a file."""
+
+  num: int = 0  # values that are not empty
+  num_texts: int = 0
+  num_prose: int = 0  # texts that are too long for an answer
+  num_ids: int = 0  # texts with a digit and without a space
+  num_lists: int = 0  # lists or dicts of at least two texts
+  num_numbers: int = 0  # numbers and truths
+
+  def add(self, value: Any) -> None:
+    self.num += 1
+    if isinstance(value, str):
+      self.num_texts += 1
+      self.num_prose += len(value) >= _SHORTEST_PROSE or '\n' in value.strip()
+      self.num_ids += bool(re.fullmatch(r'\S*[0-9]\S*', value)) and len(value) > 2
+    self.num_lists += len(values.texts_in(value)) > 1
+    self.num_numbers += isinstance(value, (int, float))
+
+  @property
+  def is_prose(self) -> bool:
+    return self.num_texts == self.num and 2 * self.num_prose >= self.num
+
+
+class _Profile(NamedTuple):
+  """The columns of a file of questions."""
+
+  path: pathlib.Path
+  names: tuple[str, ...]
+  facts: dict[str, _Facts]  # of the columns with a value
+  first: row_files.FileRow  # the first row with a question
+
+
+def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+  """Yields the columns of each question of a row: one, or those of an article of SQuAD."""
+  if not is_article(fields):
+    yield fields
+    return
+  for paragraph in fields['paragraphs']:
+    shared = {'context': paragraph.get('context'), 'title': fields.get('title')}
+    for question in paragraph.get('qas') or ():
+      yield {**shared, **question}
+
+
+def is_article(fields: Mapping[str, Any]) -> bool:
+  """Returns whether a row is an article with paragraphs and their questions (SQuAD)."""
+  paragraphs = fields.get('paragraphs')
+  is_list = types.is_of(paragraphs, list[dict]) and paragraphs
+  return bool(is_list and 'qas' in paragraphs[0])
+
+
+def user_layouts(columns: Mapping[str, Any]) -> tuple[Layout, ...]:
+  """Returns the layouts that the setting data.columns may describe."""
+  options = columns.get('options', '')
+  kinds: tuple[str, ...] = (layouts.ANY,) if options else ('text', layouts.TRUTH)
+  if 'answer_is' in columns:
+    kinds = (columns['answer_is'],)
+  return tuple(_user_layout(columns, kind) for kind in kinds)
+
+
+def _user_layout(columns, kind):
+  options = columns.get('options', '')
+  answers = columns.get('answers', 'answer')
+  names = [answers] if isinstance(answers, str) else answers
+  return Layout(
+      'your columns',
+      USER,
+      columns['question'],
+      dict.fromkeys(names, kind),
+      options=options if isinstance(options, str) else tuple(options),
+      id=columns.get('id', ''),
+      split=columns.get('split', ''),
+      passages=columns.get('passages', ''),
+  )
+
+
+def names_of(layout: Layout) -> list[str]:
+  """Returns the columns that a layout names; of a row of option columns, all possible ones."""
+  options = layout.options if isinstance(layout.options, tuple) else (layout.options,)
+  names = [layout.question, *layout.answers, *layout.wrong, *layout.needs]
+  if layout.is_family:
+    names = [name for alternatives in names for name in alternatives.split('|')]
+    options = options[0].split('|')
+  for option in options:
+    names.append(option)
+    if option.endswith('..'):
+      names += [option[:-3] + chr(ord(option[-3]) + i) for i in range(12)]
+  names += [layout.before, layout.flag, layout.id, layout.split, layout.passages]
+  return list(filter(None, names))
+
+
+_understood: dict[tuple, Reading] = {}
+
+
+def understand(path: pathlib.Path, columns: Mapping[str, Any]) -> Reading:
+  """Returns how the questions of a file are read. UserError: that is not certain.
+
+  `columns` are those of the setting data.columns, or {}.
+  """
+  state = path.stat()
+  key = (str(path), state.st_mtime_ns, state.st_size, repr(sorted(columns.items())))
+  if key not in _understood:
+    _understood[key] = _understand(path, columns)
+  return _understood[key]
+
+
+def _understand(path, columns):
+  light = _light_columns(path)
+  profile = _profile(path, light)
+  records = user_layouts(columns) if columns else (OWN, *layouts.LAYOUTS)
+  checks: list[_Check] = []
+  misfits: list[tuple[int, Misfit]] = []  # with the number of the check's columns
+  for layout in records:
+    try:
+      checks.append(_check_of(layout, profile, is_certain=bool(columns)))
+    except Misfit as misfit:
+      misfits.append((0, misfit))
+  if not checks and not columns and not any(map(_may_name_answer, profile.facts)):
+    for question in filter(profile.facts.__contains__, QUESTIONS):
+      layout = Layout('no answers', 'docs/data.md', question, {})
+      return Reading(layout, {}, (), has_answers=False)
+  for row, fields in _rows(path, light):
+    for check in list(checks):
+      try:
+        check.add(row.number, fields)
+      except (Misfit, ValueError) as error:
+        number = getattr(error, 'number', row.number)
+        misfits.append((check.rank, Misfit(number, str(error))))
+        checks.remove(check)
+  readings = []
+  for check in checks:
+    try:
+      readings.append(check.reading())
+    except Misfit as misfit:
+      misfits.append((check.rank, misfit))
+  readings = _most_certain(readings)
+  meanings = {(r.layout.question, r.layout.before, r.options, *r.kinds.items()) for r in readings}
+  if len(meanings) == 1:
+    return readings[0]
+  if readings:
+    ways = ' or '.join(reading.described() for reading in readings[:2])
+    misfits = [(0, Misfit(profile.first.number, f'may be {ways}'))]
+  raise _refusal(profile, misfits, columns)
+
+
+def _most_certain(readings):
+  """Returns the readings of our own layout, or of single sets, or else those of families."""
+  for group in (
+      [reading for reading in readings if reading.layout is OWN],
+      [reading for reading in readings if not reading.layout.is_family],
+      readings,
+  ):
+    answered = [reading for reading in group if reading.has_answers]
+    if group:
+      return answered or group
+  return []
+
+
+def _rows(path, columns):
+  """Yields (row, columns of a question in it)."""
+  for row in row_files.read(path, columns):
+    for fields in questions_of(row.fields):
+      yield row, fields
+
+
+def _light_columns(path):
+  """Returns the columns of a table without those that hold whole articles; (): all of them."""
+  if not path.name.endswith('.parquet'):
+    return ()
+  tops = {name.partition('.')[0] for layout in layouts.LAYOUTS for name in names_of(layout)}
+  heavy = [p[:-2] for layout in layouts.LAYOUTS for p in layout.ignores if p.endswith('.*')]
+  first = next(row_files.read(path, ('',)), None)
+  return tuple(name for name in first.fields if name in tops or name not in heavy) if first else ()
+
+
+def _profile(path, columns):
+  names: dict[str, None] = {}
+  facts: dict[str, _Facts] = {}
+  first = None
+  for row, fields in _rows(path, columns):
+    first = first or row._replace(fields=dict(fields))
+    for name, value in _leaves(fields):
+      if len(names) < _MOST_NAMES:
+        names[name] = None
+      if name in names and not values.is_empty(value):
+        facts.setdefault(name, _Facts()).add(value)
+  if first is None:
+    raise types.UserError(f'{path}: holds no question')
+  return _Profile(path, tuple(names), facts, first)
+
+
+def _leaves(fields, prefix='', depth=0):
+  """Yields (name, value) of the columns of a row and of the keys of nested ones."""
+  for key, value in fields.items():
+    name = f'{prefix}{key}'
+    is_object = isinstance(value, str) and value.lstrip()[:1] == '{'
+    inner = values.value_of(value) if is_object else value
+    yield name, inner
+    if isinstance(inner, dict) and depth < _DEPTH:
+      yield from _leaves(inner, f'{name}.', depth + 1)
+
+
+# What the names of columns say.
+
+
+def _words(name):
+  """Returns the words of the last part of a column's name, in lower case."""
+  parts = re.findall('[A-Z]?[a-z]+|[A-Z]+|[0-9]+', name.rpartition('.')[2])
+  return [part.lower() for part in parts]
+
+
+def _is_answer_name(name):
+  last = name.rpartition('.')[2].lower()
+  return bool(_ANSWER_NAME.search(last)) and not _is_about(name)
+
+
+def _is_about(name):
+  words = _words(name)
+  return bool(words) and words[-1] in _ABOUT_WORDS
+
+
+def _may_name_answer(name):
+  return _is_answer_name(name) or bool(_POSITION_WORDS.intersection(_words(name)))
+
+
+def _may_be_context(name, facts):
+  words = set(_words(name))
+  if words & _MEDIA_WORDS:
+    return True
+  is_question = '.' not in name and name.lower() in _QUESTION_NAMES
+  is_context = is_question or words & _CONTEXT_WORDS and not _is_about(name)
+  return bool(facts.num > facts.num_numbers and is_context)
+
+
+def _rows_of_columns(names):
+  """Returns the rows of columns such as a0, a1, a2 or opA, opB, which may hold options."""
+  rows = []
+  for first in names:
+    if first[-1:] in ('0', '1', 'a', 'A') and '.' not in first:
+      codes = range(ord(first[-1]), ord(first[-1]) + 10)
+      row = itertools.takewhile(names.__contains__, (first[:-1] + chr(code) for code in codes))
+      columns = tuple(row)
+      if len(columns) > 1:
+        rows.append(columns)
+  return rows
+
+
+class _Check:
+  """Whether the rows of a file fit a layout. The layout of the user is certain."""
+
+  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+    self.layout = layout
+    is_usual = not {layouts.TRUTH, layouts.DECISION} & set(layout.answers.values())
+    self.rank = 1 + is_usual * (
+        1 + 2 * bool(layout.options) + len(layout.answers) - bool(layout.flag)
+    )
+    self.options = values.option_columns(layout, tuple(profile.facts))
+    unread = () if is_certain else _unread(layout, profile, self.options)
+    self.guests = [name for name in unread if _may_name_answer(name)]
+    self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
+    self.lists = [(name,) for name in unread if profile.facts[name].num_lists]
+    self.lists += _rows_of_columns([name for name in unread if profile.facts[name].num_texts])
+    self.profile = profile
+    self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint
+
+  def add(self, number: int, fields: Mapping[str, Any]) -> None:
+    """Looks at a row. Raises Misfit or ValueError."""
+    raise NotImplementedError
+
+  def reading(self) -> Reading:
+    """Returns how the file is read. Raises Misfit."""
+    raise NotImplementedError
+
+
+def _check_of(layout, profile, is_certain):
+  """Returns the check of a layout. Raises Misfit if the names of the columns do not fit."""
+  if layout is OWN:
+    _check_own_names(profile)
+    return _OwnCheck(layout, profile, is_certain)
+  if layout.is_family:
+    layout = _member(layout, profile)
+  _check_names(layout, profile, is_certain)
+  if layout.options or layout.wrong:
+    return _ChoiceCheck(layout, profile, is_certain)
+  return _TextCheck(layout, profile, is_certain)
+
+
+def _member(family, profile):
+  """Returns the layout of a family whose names a file has. Raises Misfit: it has none, or two."""
+  questions = [name for name in family.question.split('|') if name in profile.facts]
+  ((alternatives, kind),) = family.answers.items()
+  answers = [name for name in alternatives.split('|') if name in profile.facts]
+  answers += [name for name in alternatives.split('|') if name in profile.names]
+  options = []
+  for name in family.options.split('|') if family.options else ():
+    member = dataclasses.replace(family, options=name)
+    if set(values.option_columns(member, tuple(profile.facts))) & profile.facts.keys():
+      options.append(name)
+  for name in list(options):
+    if name.endswith('1..') and name.replace('1..', '0..') in options:
+      options.remove(name)
+  if len(questions) != 1 or not answers or family.options and len(options) != 1:
+    raise Misfit(profile.first.number, '')
+  return dataclasses.replace(
+      family, question=questions[0], answers={answers[0]: kind}, options=''.join(options)
+  )
+
+
+def _check_names(layout, profile, is_certain):
+  number = profile.first.number
+  needed = [layout.question, *layout.wrong, layout.before, layout.flag]
+  needed += [layout.id, layout.split, layout.passages]
+  missing = [name for name in filter(None, needed) if name not in profile.facts]
+  missing += [name for name in (*layout.needs, *layout.answers) if name not in profile.names]
+  missing += [name for name in layout.lacks if name in profile.facts]
+  options = values.option_columns(layout, tuple(profile.facts))
+  fewest = 2 if str(layout.options).endswith('..') else 1
+  if layout.options and len(options) < fewest:
+    missing.append(str(layout.options))
+  missing += [name for name in options if name not in profile.facts]
+  is_other = layout.suffix and not profile.path.name.endswith(layout.suffix)
+  if missing or is_other:
+    raise Misfit(number, f'no column {missing[0]!r}' if is_certain else '')
+
+
+def _check_own_names(profile):
+  answers = profile.first.fields.get('answers')
+  is_list = types.is_of(answers, list[str]) and bool(answers)
+  texts = [name for name, facts in profile.facts.items() if facts.num > facts.num_numbers]
+  has_own = {'gold', 'hops', 'steps', 'options'} & profile.facts.keys()
+  if not is_list or 'question' not in profile.facts or not has_own and set(PASSAGES) & set(texts):
+    raise Misfit(profile.first.number, '')
+
+
+def _unread(layout, profile, options):
+  """Returns the columns that a layout does not read. Raises Misfit if the question needs one."""
+  passages = [name for name in PASSAGES if name in profile.facts][:1]
+  read = {layout.question, *layout.answers, *options, layout.before, layout.flag, layout.spans}
+  read |= {*_COMMON, *passages}
+  unread = []
+  for name in profile.facts:
+    is_inside = any(name.startswith(f'{column}.') for column in read - {''})
+    is_outside = any(column.startswith(f'{name}.') for column in read)
+    is_ignored = any(fnmatch.fnmatchcase(name, pattern) for pattern in layout.ignores)
+    if name not in read and not is_inside and not is_outside and not is_ignored:
+      unread.append(name)
+  for name in unread:
+    is_own_passage = layout is OWN and name in PASSAGES
+    if _may_be_context(name, profile.facts[name]) and not is_own_passage:
+      complaint = f'column {name!r} is not read, and the question may need it'
+      raise Misfit(profile.first.number, complaint)
+  return unread
+
+
+class _ChoiceCheck(_Check):
+  """Whether the answers of a file name one of the options."""
+
+  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+    super().__init__(layout, profile, is_certain)
+    self._kinds = {}  # by column, those in which each row has named an option
+    for name, kind in layout.answers.items():
+      self._kinds[name] = layouts.CHOICE_KINDS if kind == layouts.ANY else (kind,)
+    self._kinds |= dict.fromkeys(self.guests, layouts.CHOICE_KINDS)
+    self._all_kinds = dict(self._kinds)
+    self._unanswered: dict[str, int] = {}  # by column, a row in which only it has an answer
+    self._has_values: set[str] = set()
+    # By two ways to name an option, a row in which they differ, and the value there.
+    self._rows: dict[frozenset[tuple[str, str]], tuple[int, str]] = {}
+    self._last: dict[str, tuple[int, str]] = {}  # by column, the row that ends its last kind
+
+  def add(self, number, fields):
+    choice = values.choice_of(self.layout, fields, self.options)
+    letters: dict[tuple[str, str], str] = {}
+    present: dict[str, Any] = {}
+    for name in list(self._kinds):
+      try:
+        value = values.named(name, values.get(fields, name), choice or _NO_CHOICE)
+      except values.Unanswerable:
+        continue
+      if value is None:
+        continue
+      if choice is None:
+        if name in self.layout.answers:
+          columns = cells.listed(self.options)
+          raise Misfit(number, f'column {name!r} is {shown(value)}, without options in {columns}')
+        continue
+      present[name] = value
+      named = {kind: values.letter_of(kind, value, choice) for kind in self._all_kinds[name]}
+      left = tuple(kind for kind in self._kinds[name] if named[kind] is not None)
+      if self._kinds[name] and not left:
+        self._last[name] = (number, f'{shown(value)}: none of the {len(choice.texts)} options')
+      self._kinds[name] = left
+      letters |= {(name, kind): letter for kind, letter in named.items() if letter}
+    self._has_values.update(present)
+    if present and not any(name in self.layout.answers for name in present):
+      self._unanswered.update({name: number for name in present if _is_answer_name(name)})
+    for pair in itertools.combinations(letters, 2):
+      if letters[pair[0]] != letters[pair[1]]:
+        self._rows.setdefault(frozenset(pair), (number, shown(present[pair[0][0]])))
+
+  def _difference(self, name, kind, other, other_kind):
+    """Returns a row in which two ways name different options, or None."""
+    return self._rows.get(frozenset([(name, kind), (other, other_kind)]))
+
+  def reading(self):
+    kinds = {}
+    unclear = {}
+    for name, kind in self.layout.answers.items():
+      if name not in self._has_values:
+        continue
+      left = self._kinds[name]
+      if not left:
+        number, value = self._last[name]
+        raise Misfit(number, f'column {name!r} is {value}')
+      clash = self._clash(name) if kind == layouts.ANY else None
+      if clash is not None:
+        unclear[name] = clash
+      else:
+        kinds[name] = left[0]
+    if unclear and not kinds:
+      name, (number, value) = next(iter(unclear.items()))
+      left = self._kinds[name]
+      ways = ' or '.join(_MEANINGS[kind] for kind in left)
+      complaint = f'column {name!r} is {value}, and no row tells whether it is {ways}'
+      if len(left) == 1:
+        complaint = f'column {name!r} is {value}, the text of an option and the letter of another'
+      raise Misfit(number, complaint)
+    for name, number in self._unanswered.items():
+      raise Misfit(number, f'column {name!r} may be the answer, and is not read')
+    for name in [*unclear, *kinds, *self.guests]:
+      if name in self._has_values:
+        self._check_agrees(name, kinds)
+    return Reading(self.layout, kinds, self.options, has_answers=bool(kinds))
+
+  def _clash(self, name):
+    """Returns a row in which two kinds of a column name different options, or None."""
+    for kind, other in itertools.combinations(layouts.CHOICE_KINDS, 2):
+      number = self._difference(name, kind, name, other)
+      is_open = {kind, other} <= set(self._kinds[name]) or {kind, other} == {'text', 'letter'}
+      if number is not None and is_open:
+        return number
+    return None
+
+  def _check_agrees(self, name, kinds):
+    """Raises Misfit if a column names other options than the columns with clear kinds."""
+    left = (kinds[name],) if name in kinds else self._kinds[name]
+    if not left and not _is_answer_name(name):
+      return  # a number or a key of something else
+    rows = []
+    for kind in left:
+      row = [self._difference(name, kind, other, kinds[other]) for other in kinds]
+      rows.append(next(filter(None, row), None))
+    if None in rows:
+      return
+    number = rows[0][0] if rows else self._last[name][0]
+    other = next((other for other in kinds if other != name), '')
+    names = sorted([name, other], key=[*self.layout.answers, name].index)
+    raise Misfit(number, f'columns {names[0]!r} and {names[1]!r} name different options')
+
+
+_NO_CHOICE = values.Choice({}, [], {})
+
+
+class _TextCheck(_Check):
+  """Whether the answers of a file are texts, truths or decisions."""
+
+  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+    super().__init__(layout, profile, is_certain)
+    for columns in self.lists:
+      if _OPTION_NAME.search(columns[0].lower()):
+        complaint = f'columns {cells.listed(columns)} may be the options'
+        raise Misfit(profile.first.number, complaint)
+    name = profile.path.name.lower()
+    self._is_table = '.csv' in name or '.tsv' in name  # which have no truths but texts
+    self._num_answers = 0
+    self._num_bare = 0  # letters and numbers, which may name an option
+    self._num_lists = 0  # rows with several answers
+    self._num_in: dict[tuple[str, ...], int] = {}  # by columns, rows whose answer is one of them
+    self._num_truths = 0
+    self._flags: dict[str, set[bool]] = {}  # by question
+    self._in_range: dict[str, bool] = {}  # by guest, whether its values may be positions
+    self._in_list: dict[str, bool] = {}  # by guest, whether a value is one of several answers
+
+  def add(self, number, fields):
+    layout = self.layout
+    try:
+      values.check_state(fields)
+    except values.Unanswerable:
+      return
+    value = values.get(fields, next(iter(layout.answers)))
+    is_truth = layouts.TRUTH in layout.answers.values()
+    if is_truth and isinstance(value, str) and not self._is_table:
+      raise Misfit(number, f'{shown(value)} is a text, and no truth')
+    try:
+      answers = values.texts_of(layout, fields)
+    except values.Unanswerable:
+      for name in filter(_is_answer_name, self.guests):
+        if values.is_empty(value) and not values.is_empty(values.get(fields, name)):
+          complaint = f'nothing and {shown(values.get(fields, name))}'
+          self.differences.setdefault(name, (number, complaint))
+      return
+    if layout.flag:
+      is_right = cells.flag(layout.flag, values.get(fields, layout.flag))
+      question = str(values.get(fields, layout.question))
+      self._flags.setdefault(question, set()).add(is_right)
+    self._num_answers += 1
+    self._num_truths += answers[0].lower() in ('true', 'false')
+    self._num_bare += bool(_BARE.fullmatch(answers[0]))
+    self._num_lists += len(answers) > 1
+    for columns in self.lists:
+      cell = [values.get(fields, name) for name in columns]
+      texts = cell if len(columns) > 1 else values.texts_in(cell[0])
+      is_in = any(answer in texts for answer in answers)
+      self._num_in[columns] = self._num_in.get(columns, 0) + is_in
+    for name in self.guests:
+      value = values.get(fields, name)
+      if not values.is_empty(value):
+        self._compare(number, name, value, answers)
+
+  def _compare(self, number, name, value, answers):
+    """Compares an answer with the value of a column that may name another one."""
+    try:
+      texts = values.texts_of_value(name, value)
+    except ValueError:
+      texts = [shown(value)]
+    is_same = {text.casefold() for text in texts} == {text.casefold() for text in answers}
+    is_end = len(answers) == 1 and len(texts) == 1 and texts[0].endswith(f'#### {answers[0]}')
+    position = values.whole(value)
+    is_letter = len(texts) == 1 and bool(re.fullmatch('[A-Ja-j]', texts[0]))
+    is_position = is_letter or position is not None and 0 <= position <= len(answers)
+    self._in_range[name] = self._in_range.get(name, True) and is_position
+    is_one = len(answers) > 1 and any(text in answers for text in texts)
+    self._in_list[name] = self._in_list.get(name, False) or is_one
+    if not is_same and not is_end:
+      first = answers[0] if len(answers) == 1 else shown(list(answers))
+      complaint = f'{first} and {shown(value)}'
+      self.differences.setdefault(name, (number, complaint))
+
+  def reading(self):
+    layout = self.layout
+    number = self.profile.first.number
+    name = next(name for name in layout.answers)
+    kind = layout.answers[name]
+    are_truths = self._num_answers and self._num_truths == self._num_answers
+    if kind == 'text' and self._is_table and are_truths:
+      raise Misfit(number, f'column {name!r} holds truths')
+    if layout.flag and not any(len(flags) > 1 for flags in self._flags.values()):
+      raise Misfit(number, f'column {layout.flag!r} may say that answers are wrong')
+    for guest, (row, complaint) in self.differences.items():
+      if self._is_other_answer(guest):
+        message = f'columns {name!r} and {guest!r} may both be the answer, as in {complaint}'
+        raise Misfit(row, message)
+    for columns in self.lists:
+      is_named = self._num_answers and self._num_bare == self._num_answers
+      if is_named or self._num_answers and self._num_in.get(columns) == self._num_answers:
+        message = f'columns {cells.listed(columns)} may be the options, and are not read'
+        raise Misfit(number, message)
+    return Reading(layout, dict(layout.answers), (), has_answers=self._num_answers > 0)
+
+  def _is_other_answer(self, guest):
+    """Returns whether a column whose values differ from the answers may name another one."""
+    facts = self.profile.facts[guest]
+    if _is_answer_name(guest):
+      return True
+    if self._num_lists:
+      return self._in_range[guest] or self._in_list[guest]
+    is_flag = 'label' in _words(guest) and self._in_range[guest]
+    return is_flag or facts.num_texts > facts.num_ids
+
+
+class _OwnCheck(_TextCheck):
+  """Whether a file is one of our own, in which some questions may have options."""
+
+  def add(self, number, fields):
+    options = fields.get('options')
+    answer = fields.get('answer')
+    answers = fields.get('answers')
+    if not types.is_of(answers, list[str]) or not answers:
+      return  # the reader of our own files complains
+    super().add(number, fields)
+    if types.is_of(options, dict[str, str]) and options:
+      others = [text for text in options.values() if text != options.get(answer)]
+      is_wrong = bool(set(others) & set(answers))
+    else:
+      is_wrong = not options and not values.is_empty(answer) and [answer] != answers
+    if is_wrong:
+      raise Misfit(number, "columns 'answers' and 'answer' may both be the answer")
+
+
+def _refusal(profile, misfits, columns):
+  """Returns the error about a file that fits no layout."""
+  first = profile.first
+  ranked = [pair for pair in misfits if str(pair[1])]
+  number = first.number
+  complaint = _missing(profile)
+  if ranked:
+    _, misfit = max(ranked, key=lambda pair: pair[0])
+    number = misfit.number
+    complaint = str(misfit)
+  message = f'{profile.path}:{number}: {complaint}'
+  listed = cells.listed(first.fields)
+  if columns:
+    return types.UserError(f'{message}: correct config.data.columns; the columns are {listed}')
+  row = {name: value for name, value in first.fields.items() if not values.is_empty(value)}
+  text = str(row)
+  text = text if len(text) <= _MOST_CHARS else f'{text[:_MOST_CHARS]}..'
+  return types.UserError(
+      f'{message}. No published layout fits for certain. The columns are {listed}, the first row '
+      f'is {text}. Name the columns: --config.data.columns="{_suggestion(profile)}"'
+  )
+
+
+def _missing(profile):
+  """Returns what is missing in a file that fits no layout by the names of its columns."""
+  listed = cells.listed(profile.first.fields)
+  for name in ('prompt', *QUESTIONS):
+    if name in profile.names and not any(question in profile.facts for question in QUESTIONS):
+      return f'column {name!r} is empty: a question is needed'
+  if not any(question in profile.names for question in QUESTIONS):
+    return f'no question in the columns {listed}: one of {", ".join(QUESTIONS)} is needed'
+  for layout in layouts.LAYOUTS:
+    for name in layout.answers:
+      outer, _, inner = name.partition('.')
+      if inner and outer in profile.names and layout.question in profile.facts:
+        value = values.get(profile.first.fields, outer)
+        return f'column {outer!r} is {shown(value)}: a {inner!r} in it is needed'
+  return f'no known answer in the columns {listed}'
+
+
+def _suggestion(profile):
+  """Returns a value of data.columns for a file, with the columns that may be meant."""
+  names = list(profile.facts)
+  questions = [name for name in (*QUESTIONS, *names) if name in names]
+  answers = [name for name in names if _is_answer_name(name)]
+  answers += [name for name in names if _may_name_answer(name)]
+  rows = [list(row) for row in _rows_of_columns(names)]
+  options = [name for name in names if profile.facts[name].num_lists and name not in answers[:1]]
+  columns: dict[str, Any] = {'question': questions[0], 'answers': (answers or ['COLUMN'])[0]}
+  if options or rows:
+    columns['options'] = (options or rows)[0]
+    columns['answer_is'] = '|'.join(layouts.CHOICE_KINDS)
+  passages = [name for name in names if _may_be_context(name, profile.facts[name])]
+  passages = [name for name in passages if name not in questions]
+  if passages:
+    columns['passages'] = passages[0]
+  return columns
