@@ -1,5 +1,6 @@
 """Messages to ids: equal to the template's text, no control token of a text, turns never again."""
 
+import re
 import tempfile
 from unittest import mock
 
@@ -10,6 +11,7 @@ import jax
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
+from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
@@ -47,6 +49,55 @@ RESULT_OF_CALL = MESSAGES % (
     "{% if m.role == 'tool' and last.role != 'tool' and not last.tool_calls %}"
     f'{REFUSE}{{% endif %}}'
 )
+HERMES_CALLS_OF_TURN = (
+    '<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<tool_call>'
+    '{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n'
+)
+# The templates of Mistral demand ids of nine letters or digits. Turns of user and assistant must
+# alternate, but for calls and results.
+NINE = "{% if not id or id | length != 9 %}{{ raise_exception('ids of length 9') }}{% endif %}"
+STRICT = (
+    '{% set ns = namespace(turns=0) %}{% for m in messages %}'
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.turns % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    '{% set ns.turns = ns.turns + 1 %}{% endif %}{% endfor %}'
+)
+CALLS_WITH_IDS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% set id = m.tool_call_id %}"
+    + NINE
+    + '[RESULT {{ id }}]{{ m.content }}[/RESULT]{% elif m.tool_calls %}%s'
+    '{% for c in m.tool_calls %}{% set id = c.id %}' + NINE + '%s{% endfor %}<|im_end|>\n'
+    "{% elif m.role in ('user', 'assistant') %}"
+    + TURN
+    + "{% else %}{{ raise_exception('an unknown role') }}{% endif %}{% endfor %}"
+    '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+MISTRAL_CALL = '[CALL]{{ c.function | tojson }}{{ id }}'
+HERMES_CALL = '<tool_call>{{ c.function | tojson }}</tool_call>[{{ id }}]'
+
+
+def calls_with_ids(call):
+  parts = CALLS_WITH_IDS.split('%s')
+  return parts[0] + '<|im_start|>assistant\n{{ m.content }}' + parts[1] + call + parts[2]
+
+
+STRICT_TEMPLATES = {
+    'alternates': STRICT + calls_with_ids(MISTRAL_CALL),
+    'wants_ids': calls_with_ids(MISTRAL_CALL),
+    'wants_ids_and_shows_calls': calls_with_ids(HERMES_CALL),
+    'alternates_and_shows_calls': STRICT + calls_with_ids(HERMES_CALL),
+    'one_call_at_once': MESSAGES
+    % (
+        "{% if m.tool_calls | default([]) | length > 1 %}{{ raise_exception('one call') }}"
+        '{% endif %}' + HERMES_CALLS_OF_TURN
+    ),
+    'wants_names': MESSAGES
+    % (
+        "{% if m.role == 'tool' %}{% if not m.name %}{{ raise_exception('no name') }}{% endif %}"
+        '<|im_start|>{{ m.name }}: {{ m.content }}<|im_end|>\n{% else %}' + TURN + '{% endif %}'
+    ),
+}
 TOOL = {'type': 'function', 'function': {'name': 'look_up', 'description': 'Looks.'}}
 CALLED = {
     'role': 'assistant',
@@ -473,6 +524,71 @@ class TemplateTest(parameterized.TestCase):
     with mock.patch.object(template_lib.logging, 'log_first_n') as told:
       self.assertEqual(template.encode([user, SAID, result], [TOOL]), ids)
     self.assertIn('no chat template', told.call_args.args[1])
+
+
+class ToolLoopTest(parameterized.TestCase):
+  """Templates that demand ids, names or an order of roles show all calls and results."""
+
+  @parameterized.product(
+      name=sorted(STRICT_TEMPLATES),
+      ids=('call_%024d', 'toolu_%024d', 'abcdefgh%d', '', None),
+      parallel=(1, 2),
+      in_session=(False, True),
+  )
+  def test_all_calls_and_results_are_in_prompt(self, name, ids, parallel, in_session):
+    tokenizer = tiny_tokenizer.load(STRICT_TEMPLATES[name])
+    template = template_lib.Template(tokenizer, 10_000)
+    session = sessions.Session(template, jax.random.key(0), sessions.Sampling())
+    messages = [USER]
+    expected = []
+    plan = session.plan(messages, [TOOL])
+    for turn in range(3):
+      calls = []
+      results = []
+      for number in range(parallel):
+        arguments = {'q': f'query {turn}{number}'}
+        call = {'type': 'function', 'function': {'name': 'look_up', 'arguments': arguments}}
+        result = {'role': 'tool', 'content': f'result {turn}{number}'}
+        if ids is not None:
+          name_of_call = ids % (2 * turn + number) if ids else ''
+          call['id'] = name_of_call
+          result['tool_call_id'] = name_of_call
+        calls.append(call)
+        results.append(result)
+        expected += [arguments['q'], result['content']]
+      said = {'role': 'assistant', 'content': '', 'tool_calls': calls}
+      if in_session:
+        form = tool_calls.make_form('hermes')
+        text = ''.join(
+            form.write(tool_calls.Call('look_up', call['function']['arguments'])) for call in calls
+        )
+        sampled = [*tokenizer.encode(text), *tokenizer.eos_ids]
+        session.record(plan, sampled, [-1.0] * len(sampled), [said])
+      messages = [*messages, said, *results]
+      ids_of_prompt = template.encode(messages, [TOOL])
+      if in_session:
+        plan = session.plan(messages, [TOOL])
+        ids_of_prompt = plan.ids
+      text = tokenizer.decode(ids_of_prompt)
+      for piece in expected:
+        self.assertIn(piece, text)
+      places = [text.index(piece) for piece in expected if piece.startswith('result')]
+      self.assertEqual(places, sorted(places))
+      if 'wants_ids' in name and '[RESULT' in text:  # a result has the id of its call
+        shown = re.findall('RESULT ([^]]*)]', text)
+        self.assertLen(set(shown), (turn + 1) * parallel)
+        if 'shows_calls' in name and not in_session:
+          of_calls = re.findall('</tool_call>.([a-zA-Z0-9]{9})', text)
+          self.assertEqual(shown, of_calls)
+    if in_session:
+      self.assertEqual([len(row.turns) for row in session.episodes(None, 0)], [3])
+
+  def test_ids_that_a_template_takes_stay(self):
+    source = MESSAGES % ('{{ m.tool_call_id }}|' + HERMES_CALLS_OF_TURN)
+    tokenizer = tiny_tokenizer.load(source)
+    result = {**RESULT, 'tool_call_id': 'call_1'}
+    text = tokenizer.decode(template_lib.Template(tokenizer, 1000).encode([USER, SAID, result]))
+    self.assertIn('call_1|', text)
 
 
 if __name__ == '__main__':

@@ -295,6 +295,7 @@ class Session:
     The recorded turns with which the conversation begins keep their ids.
     """
     read = list(map(turns_lib.ReadMessage, messages))
+    messages = self._template.resolve_results(messages)
     written = json.dumps(tools, sort_keys=True, ensure_ascii=False)
     keeps = self._recording.keeps_thoughts
     decode = self._template.tokenizer.decode

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from collections.abc import Set
 import functools
+import hashlib
 import itertools
 import math
 import re
@@ -32,6 +33,9 @@ _BEGINNING = 8  # characters per token that fits: only so many are encoded if th
 _MARGIN = 1.125  # tokens of a beginning may differ from those of the whole text near its end
 _PROBE = 'The-agent-writes-this'
 _SEEN = 'The-tool-says-this'
+_SEEN_LATER = 'It-says-this-later'
+_LONG_ID = 'call_0123456789abcdef01234567'
+_SHORT_ID = re.compile('[a-zA-Z0-9]{9}')
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 
 
@@ -43,6 +47,13 @@ class Rejected(ValueError):
   """The chat template rejects the messages."""
 
 
+class _Needs(NamedTuple):
+  """What a chat template needs to show the result of a call."""
+
+  short_id: bool
+  name: bool
+
+
 class _Gaps(NamedTuple):
   """What a chat template leaves out or rejects, so that texts of the messages must say it."""
 
@@ -52,6 +63,8 @@ class _Gaps(NamedTuple):
   later_results: bool = False  # after a turn whose text is known, and not its calls
   first_system: bool = False
   later_system: bool = False
+  short_ids: bool = False  # calls and results need ids of nine letters and digits, as for Mistral
+  names: bool = False  # a result needs the name of its tool
 
   def includes(self, message: Message, position: int, after_turn: bool) -> bool:
     """Returns whether a message is a result or a system message that the template does not show."""
@@ -69,6 +82,13 @@ def _with_calls(message: Message, form: tool_calls.Form) -> Message:
     function = call['function']
     message['content'] += form.write(tool_calls.Call(function['name'], function['arguments']))
   return message
+
+
+def _short_id(name: str) -> str:
+  """Returns an id of nine letters and digits, which is the same for equal ids."""
+  if _SHORT_ID.fullmatch(name):
+    return name
+  return hashlib.sha256(name.encode('utf-8', 'replace')).hexdigest()[:9]
 
 
 def _as_user(messages: Sequence[Message], hidden: Set[int]) -> list[Message]:
@@ -232,6 +252,36 @@ class Template:
         f'resulted in {num_tokens} tokens. Please reduce the length of the messages.'
     )
 
+  def resolve_results(self, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls and results have the ids and names that the template needs.
+
+    A result belongs to the call with its id, or else to the first call without a result.
+    """
+    if not (self._gaps.short_ids or self._gaps.names):
+      return list(messages)
+    resolved = []
+    names: dict[str, str] = {}  # of the calls without a result, by their ids
+    for position, message in enumerate(messages):
+      message = dict(message)
+      if message.get('tool_calls'):
+        calls = []
+        names = {}
+        for number, call in enumerate(message['tool_calls']):
+          name = call.get('id') or f'{position}.{number}'
+          name = _short_id(name) if self._gaps.short_ids else name
+          names[name] = call['function']['name']
+          calls.append({**call, 'id': name})
+        message['tool_calls'] = calls
+      if message['role'] == 'tool':
+        name = message.get('tool_call_id') or next(iter(names), f'{position}')
+        name = _short_id(name) if self._gaps.short_ids else name
+        message['tool_call_id'] = name
+        tool = names.pop(name, '')
+        if self._gaps.names:
+          message['name'] = message.get('name') or tool or 'tool'
+      resolved.append(message)
+    return resolved
+
   def written(
       self, messages: Sequence[Message], tools: Sequence[Any] = (), declares: bool = True
   ) -> list[Message]:
@@ -240,7 +290,7 @@ class Template:
     Messages stay as they are where the template shows tools and calls. Without `declares` no
     message says which tools there are.
     """
-    written = list(messages)
+    written = self.resolve_results(messages)
     declares = declares and len(tools) > 0 and self._gaps.tools
     has_calls = any(message.get('tool_calls') for message in written)
     if not declares and not (has_calls and self._gaps.calls):
@@ -273,21 +323,23 @@ class Template:
       return _Gaps()
     tool = tool_calls.PROBE_TOOL
     call = tool_calls.PROBE_TURN
-    (shown_call,) = call['tool_calls']
-    result = {'role': 'tool', 'tool_call_id': shown_call['id'], 'name': 'tool', 'content': _SEEN}
     system = {'role': 'system', 'content': _SEEN}
     turn = tool_calls.shown_call(self.tokenizer.render)
     shows_calls = tool_calls.reads(self._tool_form, turn)
     shows_tools = self._shows(tool['function']['name'], [user], tools=[tool])
     if turn and not shows_calls:
       shows_tools = False  # it would ask for calls in its own form
+    prompt_needs = self._needs_of_results(call if shows_calls else said)
+    later_needs = self._needs_of_results(said)
     gaps = _Gaps(
         tools=not shows_tools,
         calls=not shows_calls,
-        results=not self._shows(_SEEN, [user, call if shows_calls else said, result]),
-        later_results=not self._shows(_SEEN, [user, said, result]),
+        results=prompt_needs is None,
+        later_results=later_needs is None,
         first_system=not self._shows(_SEEN, [system, user]),
         later_system=not self._shows(_SEEN, [user, said, system, user]),
+        short_ids=any(needs.short_id for needs in (prompt_needs, later_needs) if needs),
+        names=any(needs.name for needs in (prompt_needs, later_needs) if needs),
     )
     if any(gaps):
       names = [name.replace('_', ' ') for name, is_gap in gaps._asdict().items() if is_gap]
@@ -297,6 +349,30 @@ class Template:
           self._tool_form,
       )
     return gaps
+
+  def _needs_of_results(self, turn: Message) -> _Needs | None:
+    """Returns what results after such a turn need to be shown; None: the template never does.
+
+    An agent calls more than once, so the template must show two calls in a row.
+    """
+    user = tool_calls.PROBE_QUESTION
+    for needs in (
+        _Needs(False, False),
+        _Needs(False, True),
+        _Needs(True, False),
+        _Needs(True, True),
+    ):
+      name = 'probe0001' if needs.short_id else _LONG_ID
+      turns = []
+      for seen in (_SEEN, _SEEN_LATER):
+        result = {'role': 'tool', 'tool_call_id': name, 'content': seen}
+        if needs.name:
+          result['name'] = tool_calls.PROBE_TOOL['function']['name']
+        calls = [{**call, 'id': name} for call in turn.get('tool_calls', ())]
+        turns += [{**turn, 'tool_calls': calls} if calls else turn, result]
+      if all(self._shows(seen, [user, *turns]) for seen in (_SEEN, _SEEN_LATER)):
+        return needs
+    return None
 
   def _shows(self, probe: str, messages: Sequence[Message], **options: Any) -> bool:
     """Whether the template's text of messages has a text."""
@@ -320,17 +396,40 @@ class Template:
       **options: Any,
   ) -> str:
     """Returns the template's text. What it would not show is the user's."""
-    render = self.tokenizer.render
-    assert render is not None
     gaps = self._gaps
     hidden = {i for i, message in enumerate(messages) if gaps.includes(message, i, after_turn)}
-    try:  # marking raises, too, for values that are nested too deeply
-      if tools and not gaps.tools:
-        options['tools'] = self.tokenizer.mark(tools)
-      marked = self._mark_messages(messages)
-      return render(_as_user(marked, hidden), **options)
+    results = {i for i, message in enumerate(messages) if message['role'] == 'tool'}
+    if tools and not gaps.tools:
+      options['tools'] = tools
+    try:
+      return self._render_marked(messages, hidden, options)
     except Exception as error:  # a template may raise anything
+      has_calls = any(message.get('tool_calls') for message in messages)
+      if results <= hidden and not has_calls:
+        raise Rejected(f'the chat template rejects the messages ({error})') from error
+      logging.log_first_n(
+          logging.WARNING,
+          'the chat template rejects the calls and results of a conversation (%s): texts of its '
+          'messages show them',
+          1,
+          error,
+      )
+    form = tool_calls.make_form(self._tool_form, tools)
+    try:
+      as_texts = [_with_calls(message, form) for message in messages]
+      return self._render_marked(as_texts, hidden | results, options)
+    except Exception as error:
       raise Rejected(f'the chat template rejects the messages ({error})') from error
+
+  def _render_marked(
+      self, messages: Sequence[Message], hidden: Set[int], options: Mapping[str, Any]
+  ) -> str:
+    """Returns the template's text. Marking raises, too, for values that are nested too deeply."""
+    assert self.tokenizer.render is not None
+    options = dict(options)
+    if 'tools' in options:
+      options['tools'] = self.tokenizer.mark(options['tools'])
+    return self.tokenizer.render(_as_user(self._mark_messages(messages), hidden), **options)
 
   def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
     """Marks texts that must not become a token. A template sees an agent's own </think>."""
