@@ -16,14 +16,14 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import cells
-from stppo_jax import layout_values as values
+from stppo_jax import layout_values as values_lib
 from stppo_jax import layouts
 from stppo_jax import row_files
 from stppo_jax import types
-from stppo_jax.layouts import Layout
+from stppo_jax.layouts import SetLayout
 from stppo_jax.types import shown
 
-OWN = Layout(
+OWN = SetLayout(
     'own file',
     'docs/data.md',
     'question',
@@ -44,7 +44,7 @@ IMAGES = ('images', 'image', 'image_1', 'Picture')
 QUESTIONS = tuple(
     dict.fromkeys(name for layout in layouts.LAYOUTS for name in layout.question.split('|'))
 )
-_COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values.STATES, values.ALIASES)
+_COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values_lib.STATES, values_lib.ALIASES)
 
 # The name of a column that may hold the answer, whatever its values are.
 _ANSWER_NAME = re.compile(
@@ -71,15 +71,15 @@ _QUESTION_NAMES = frozenset('question query problem prompt instruction input goa
 _BARE = re.compile(r'\(?[A-Za-z]\)?[.)]?|[A-J]{2,}|[A-J](, ?[A-J])+|-?[0-9]+|op[a-e]')
 _SHORTEST_PROSE = 80  # characters of a text that explains an answer, and names none
 _MOST_NAMES = 400  # columns, with the keys of nested ones
-_DEPTH = 4  # of nested columns
-_MOST_CHARS = 300  # of a row in a message
+_DEPTH = 4  # levels of nested columns
+_MOST_CHARS = 300  # characters of a row in a message
 
 
 class Reading(NamedTuple):
   """How the questions of a file are read."""
 
-  layout: Layout
-  kinds: Mapping[str, str]  # {column: how it names the answer, as in layouts.Layout.answers}
+  layout: SetLayout
+  kinds: Mapping[str, str]  # {column: how it names the answer, as in layouts.SetLayout.answers}
   options: tuple[str, ...]  # the columns with options
   has_answers: bool = True
 
@@ -131,7 +131,7 @@ class _Facts:
       self.num_texts += 1
       self.num_prose += len(value) >= _SHORTEST_PROSE or '\n' in value.strip()
       self.num_ids += bool(re.fullmatch(r'\S*[0-9]\S*', value)) and len(value) > 2
-    self.num_lists += len(values.texts_in(value)) > 1
+    self.num_lists += len(values_lib.texts_in(value)) > 1
     self.num_numbers += isinstance(value, (int, float))
 
   @property
@@ -144,7 +144,7 @@ class _Profile(NamedTuple):
 
   path: pathlib.Path
   names: tuple[str, ...]
-  facts: dict[str, _Facts]  # of the columns with a value
+  facts: dict[str, _Facts]  # by the columns with a value
   first: row_files.FileRow  # the first row with a question
 
 
@@ -166,7 +166,7 @@ def is_article(fields: Mapping[str, Any]) -> bool:
   return bool(is_list and 'qas' in paragraphs[0])
 
 
-def user_layouts(columns: Mapping[str, Any]) -> tuple[Layout, ...]:
+def user_layouts(columns: Mapping[str, Any]) -> tuple[SetLayout, ...]:
   """Returns the layouts that the setting data.columns may describe."""
   options = columns.get('options', '')
   kinds: tuple[str, ...] = (layouts.ANY,) if options else ('text', layouts.TRUTH)
@@ -179,7 +179,7 @@ def _user_layout(columns, kind):
   options = columns.get('options', '')
   answers = columns.get('answers', 'answer')
   names = [answers] if isinstance(answers, str) else answers
-  return Layout(
+  return SetLayout(
       'your columns',
       USER,
       columns['question'],
@@ -191,7 +191,7 @@ def _user_layout(columns, kind):
   )
 
 
-def names_of(layout: Layout) -> list[str]:
+def names_of(layout: SetLayout) -> list[str]:
   """Returns the columns that a layout names; of a row of option columns, all possible ones."""
   options = layout.options if isinstance(layout.options, tuple) else (layout.options,)
   names = [layout.question, *layout.answers, *layout.wrong, *layout.needs]
@@ -234,7 +234,7 @@ def _understand(path, columns):
       misfits.append((0, misfit))
   if not checks and not columns and not any(map(_may_name_answer, profile.facts)):
     for question in filter(profile.facts.__contains__, QUESTIONS):
-      layout = Layout('no answers', 'docs/data.md', question, {})
+      layout = SetLayout('no answers', 'docs/data.md', question, {})
       return Reading(layout, {}, (), has_answers=False)
   for row, fields in _rows(path, light):
     for check in list(checks):
@@ -299,7 +299,7 @@ def _profile(path, columns):
     for name, value in _leaves(fields):
       if len(names) < _MOST_NAMES:
         names[name] = None
-      if name in names and not values.is_empty(value):
+      if name in names and not values_lib.is_empty(value):
         facts.setdefault(name, _Facts()).add(value)
   if first is None:
     raise types.UserError(f'{path}: holds no question')
@@ -311,7 +311,7 @@ def _leaves(fields, prefix='', depth=0):
   for key, value in fields.items():
     name = f'{prefix}{key}'
     is_object = isinstance(value, str) and value.lstrip()[:1] == '{'
-    inner = values.value_of(value) if is_object else value
+    inner = values_lib.value_of(value) if is_object else value
     yield name, inner
     if isinstance(inner, dict) and depth < _DEPTH:
       yield from _leaves(inner, f'{name}.', depth + 1)
@@ -365,13 +365,13 @@ def _rows_of_columns(names):
 class _Check:
   """Whether the rows of a file fit a layout. The layout of the user is certain."""
 
-  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
     self.layout = layout
     is_usual = not {layouts.TRUTH, layouts.DECISION} & set(layout.answers.values())
     self.rank = 1 + is_usual * (
         1 + 2 * bool(layout.options) + len(layout.answers) - bool(layout.flag)
     )
-    self.options = values.option_columns(layout, tuple(profile.facts))
+    self.options = values_lib.option_columns(layout, tuple(profile.facts))
     unread = () if is_certain else _unread(layout, profile, self.options)
     self.guests = [name for name in unread if _may_name_answer(name)]
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
@@ -411,7 +411,7 @@ def _member(family, profile):
   options = []
   for name in family.options.split('|') if family.options else ():
     member = dataclasses.replace(family, options=name)
-    if set(values.option_columns(member, tuple(profile.facts))) & profile.facts.keys():
+    if set(values_lib.option_columns(member, tuple(profile.facts))) & profile.facts.keys():
       options.append(name)
   for name in list(options):
     if name.endswith('1..') and name.replace('1..', '0..') in options:
@@ -430,7 +430,7 @@ def _check_names(layout, profile, is_certain):
   missing = [name for name in filter(None, needed) if name not in profile.facts]
   missing += [name for name in (*layout.needs, *layout.answers) if name not in profile.names]
   missing += [name for name in layout.lacks if name in profile.facts]
-  options = values.option_columns(layout, tuple(profile.facts))
+  options = values_lib.option_columns(layout, tuple(profile.facts))
   fewest = 2 if str(layout.options).endswith('..') else 1
   if layout.options and len(options) < fewest:
     missing.append(str(layout.options))
@@ -472,7 +472,7 @@ def _unread(layout, profile, options):
 class _ChoiceCheck(_Check):
   """Whether the answers of a file name one of the options."""
 
-  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
     super().__init__(layout, profile, is_certain)
     self._kinds = {}  # by column, those in which each row has named an option
     for name, kind in layout.answers.items():
@@ -486,13 +486,13 @@ class _ChoiceCheck(_Check):
     self._last: dict[str, tuple[int, str]] = {}  # by column, the row that ends its last kind
 
   def add(self, number, fields):
-    choice = values.choice_of(self.layout, fields, self.options)
+    choice = values_lib.choice_of(self.layout, fields, self.options)
     letters: dict[tuple[str, str], str] = {}
     present: dict[str, Any] = {}
     for name in list(self._kinds):
       try:
-        value = values.named(name, values.get(fields, name), choice or _NO_CHOICE)
-      except values.Unanswerable:
+        value = values_lib.named(name, values_lib.get(fields, name), choice or _NO_CHOICE)
+      except values_lib.Unanswerable:
         continue
       if value is None:
         continue
@@ -502,7 +502,7 @@ class _ChoiceCheck(_Check):
           raise Misfit(number, f'column {name!r} is {shown(value)}, without options in {columns}')
         continue
       present[name] = value
-      named = {kind: values.letter_of(kind, value, choice) for kind in self._all_kinds[name]}
+      named = {kind: values_lib.letter_of(kind, value, choice) for kind in self._all_kinds[name]}
       left = tuple(kind for kind in self._kinds[name] if named[kind] is not None)
       if self._kinds[name] and not left:
         self._last[name] = (number, f'{shown(value)}: none of the {len(choice.texts)} options')
@@ -575,13 +575,13 @@ class _ChoiceCheck(_Check):
     raise Misfit(number, f'columns {names[0]!r} and {names[1]!r} name different options')
 
 
-_NO_CHOICE = values.Choice({}, [], {})
+_NO_CHOICE = values_lib.RowOptions({}, [], {})
 
 
 class _TextCheck(_Check):
   """Whether the answers of a file are texts, truths or decisions."""
 
-  def __init__(self, layout: Layout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
     super().__init__(layout, profile, is_certain)
     for columns in self.lists:
       if _OPTION_NAME.search(columns[0].lower()):
@@ -601,48 +601,48 @@ class _TextCheck(_Check):
   def add(self, number, fields):
     layout = self.layout
     try:
-      values.check_state(fields)
-    except values.Unanswerable:
+      values_lib.check_state(fields)
+    except values_lib.Unanswerable:
       return
-    value = values.get(fields, next(iter(layout.answers)))
+    value = values_lib.get(fields, next(iter(layout.answers)))
     is_truth = layouts.TRUTH in layout.answers.values()
     if is_truth and isinstance(value, str) and not self._is_table:
       raise Misfit(number, f'{shown(value)} is a text, and no truth')
     try:
-      answers = values.texts_of(layout, fields)
-    except values.Unanswerable:
+      answers = values_lib.texts_of(layout, fields)
+    except values_lib.Unanswerable:
       for name in filter(_is_answer_name, self.guests):
-        if values.is_empty(value) and not values.is_empty(values.get(fields, name)):
-          complaint = f'nothing and {shown(values.get(fields, name))}'
+        if values_lib.is_empty(value) and not values_lib.is_empty(values_lib.get(fields, name)):
+          complaint = f'nothing and {shown(values_lib.get(fields, name))}'
           self.differences.setdefault(name, (number, complaint))
       return
     if layout.flag:
-      is_right = cells.flag(layout.flag, values.get(fields, layout.flag))
-      question = str(values.get(fields, layout.question))
+      is_right = cells.flag(layout.flag, values_lib.get(fields, layout.flag))
+      question = str(values_lib.get(fields, layout.question))
       self._flags.setdefault(question, set()).add(is_right)
     self._num_answers += 1
     self._num_truths += answers[0].lower() in ('true', 'false')
     self._num_bare += bool(_BARE.fullmatch(answers[0]))
     self._num_lists += len(answers) > 1
     for columns in self.lists:
-      cell = [values.get(fields, name) for name in columns]
-      texts = cell if len(columns) > 1 else values.texts_in(cell[0])
+      cell = [values_lib.get(fields, name) for name in columns]
+      texts = cell if len(columns) > 1 else values_lib.texts_in(cell[0])
       is_in = any(answer in texts for answer in answers)
       self._num_in[columns] = self._num_in.get(columns, 0) + is_in
     for name in self.guests:
-      value = values.get(fields, name)
-      if not values.is_empty(value):
+      value = values_lib.get(fields, name)
+      if not values_lib.is_empty(value):
         self._compare(number, name, value, answers)
 
   def _compare(self, number, name, value, answers):
     """Compares an answer with the value of a column that may name another one."""
     try:
-      texts = values.texts_of_value(name, value)
+      texts = values_lib.texts_of_value(name, value)
     except ValueError:
       texts = [shown(value)]
     is_same = {text.casefold() for text in texts} == {text.casefold() for text in answers}
     is_end = len(answers) == 1 and len(texts) == 1 and texts[0].endswith(f'#### {answers[0]}')
-    position = values.whole(value)
+    position = values_lib.whole(value)
     is_letter = len(texts) == 1 and bool(re.fullmatch('[A-Ja-j]', texts[0]))
     is_position = is_letter or position is not None and 0 <= position <= len(answers)
     self._in_range[name] = self._in_range.get(name, True) and is_position
@@ -679,10 +679,11 @@ class _TextCheck(_Check):
     facts = self.profile.facts[guest]
     if _is_answer_name(guest):
       return True
+    is_scalar = facts.num == facts.num_texts + facts.num_numbers
     if self._num_lists:
-      return self._in_range[guest] or self._in_list[guest]
+      return not is_scalar or self._in_range[guest] or self._in_list[guest]
     is_flag = 'label' in _words(guest) and self._in_range[guest]
-    return is_flag or facts.num_texts > facts.num_ids
+    return is_flag or facts.num > facts.num_ids + facts.num_numbers
 
 
 class _OwnCheck(_TextCheck):
@@ -699,7 +700,7 @@ class _OwnCheck(_TextCheck):
       others = [text for text in options.values() if text != options.get(answer)]
       is_wrong = bool(set(others) & set(answers))
     else:
-      is_wrong = not options and not values.is_empty(answer) and [answer] != answers
+      is_wrong = not options and not values_lib.is_empty(answer) and [answer] != answers
     if is_wrong:
       raise Misfit(number, "columns 'answers' and 'answer' may both be the answer")
 
@@ -718,7 +719,7 @@ def _refusal(profile, misfits, columns):
   listed = cells.listed(first.fields)
   if columns:
     return types.UserError(f'{message}: correct config.data.columns; the columns are {listed}')
-  row = {name: value for name, value in first.fields.items() if not values.is_empty(value)}
+  row = {name: value for name, value in first.fields.items() if not values_lib.is_empty(value)}
   text = str(row)
   text = text if len(text) <= _MOST_CHARS else f'{text[:_MOST_CHARS]}..'
   return types.UserError(
@@ -739,7 +740,7 @@ def _missing(profile):
     for name in layout.answers:
       outer, _, inner = name.partition('.')
       if inner and outer in profile.names and layout.question in profile.facts:
-        value = values.get(profile.first.fields, outer)
+        value = values_lib.get(profile.first.fields, outer)
         return f'column {outer!r} is {shown(value)}: a {inner!r} in it is needed'
   return f'no known answer in the columns {listed}'
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from stppo_jax import cells
 from stppo_jax import layouts
 from stppo_jax import types
-from stppo_jax.layouts import Layout
+from stppo_jax.layouts import SetLayout
 from stppo_jax.types import shown
 
 LETTERS = string.ascii_uppercase
@@ -26,7 +26,7 @@ class Unanswerable(Exception):
   """A row has no answer. The message names its column."""
 
 
-class Choice(NamedTuple):
+class RowOptions(NamedTuple):
   """The options of a row."""
 
   texts: dict[str, str]  # by letter, in the order of the file
@@ -98,7 +98,7 @@ def check_state(fields: Mapping[str, Any]) -> None:
 # Options.
 
 
-def option_columns(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
+def option_columns(layout: SetLayout, names: Sequence[str]) -> tuple[str, ...]:
   """Returns the columns of a file that hold the options, in their order."""
   if layout.wrong:
     return (*layout.answers, *layout.wrong)
@@ -115,12 +115,12 @@ def option_columns(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
   return tuple(columns)
 
 
-def choice_of(layout: Layout, fields: Mapping[str, Any], columns: Sequence[str]) -> Choice | None:
+def choice_of(layout: SetLayout, fields: Mapping[str, Any], columns: Sequence[str]) -> RowOptions | None:
   """Returns the options of a row; None: it has none. ValueError: they cannot be read."""
   if layout.wrong:
     texts = [_option_text(name, get(fields, name)) for name in columns if name]
     present = sorted(set(filter(None, texts)))
-    return Choice(dict(zip(LETTERS, present)), [], {}) if len(present) > 1 else None
+    return RowOptions(dict(zip(LETTERS, present)), [], {}) if len(present) > 1 else None
   if len(columns) > 1:
     texts = [_option_text(name, get(fields, name)) for name in columns]
     choice = _lettered(texts)
@@ -145,13 +145,13 @@ def choice_of(layout: Layout, fields: Mapping[str, Any], columns: Sequence[str])
   present = {key: text for key, text in present.items() if text is not None}
   letters = list(present)
   has_positions = letters == sorted(letters) and not any(map(str.isdecimal, letters))
-  return Choice(present, letters if has_positions else [], {})
+  return RowOptions(present, letters if has_positions else [], {})
 
 
 def _lettered(texts):
   """Returns the options of texts in the order of letters. A text may be None."""
   present = {letter: text for letter, text in zip(LETTERS, texts) if text is not None}
-  return Choice(present, list(LETTERS[: len(texts)]), {})
+  return RowOptions(present, list(LETTERS[: len(texts)]), {})
 
 
 def _option_text(name, value):
@@ -170,7 +170,7 @@ def _text_of_number(value):
   return str(int(value)) if float(value).is_integer() else str(value)
 
 
-def named(name: str, value: Any, choice: Choice) -> Any:
+def named(name: str, value: Any, choice: RowOptions) -> Any:
   """Returns what a column of the answer holds: a text, a number or None.
 
   Raises Unanswerable for a secret answer, and for one that names several options.
@@ -193,7 +193,7 @@ def named(name: str, value: Any, choice: Choice) -> Any:
   return text
 
 
-def letter_of(kind: str, value: Any, choice: Choice) -> str | None:
+def letter_of(kind: str, value: Any, choice: RowOptions) -> str | None:
   """Returns the letter of the option that a value names; None: it names none.
 
   '': it is the text of several options.
@@ -225,7 +225,7 @@ def _column_of(text, choice):
 # Answers that are texts.
 
 
-def texts_of(layout: Layout, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def texts_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the answers of a row, also a truth as a text. Raises Unanswerable and ValueError."""
   name, kind = next(iter(layout.answers.items()))
   if kind not in (layouts.TRUTH, layouts.DECISION):
@@ -249,7 +249,7 @@ def texts_of_value(name: str, value: Any) -> list[str]:
   return list(filter(None, map(str.strip, texts)))
 
 
-def answers_of(layout: Layout, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def answers_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the accepted answers of a row. Raises Unanswerable. ValueError: they cannot be read."""
   answers: list[str] = []
   for name, kind in layout.answers.items():

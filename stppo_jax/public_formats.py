@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from stppo_jax import cells
 from stppo_jax import layout_fit
-from stppo_jax import layout_values as values
+from stppo_jax import layout_values as values_lib
 from stppo_jax import layouts
 from stppo_jax import row_files
 from stppo_jax import types
@@ -56,8 +56,8 @@ def known_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
   records = layout_fit.user_layouts(columns) if columns else layouts.LAYOUTS
   names = [name for layout in records for name in layout_fit.names_of(layout)]
   names += [*layout_fit.IDS, *layout_fit.SPLITS, *layout_fit.DATASETS, *layout_fit.PASSAGES]
-  names += [*layout_fit.FACTS, *layout_fit.STEPS, *layout_fit.IMAGES, *values.STATES]
-  names += [values.ALIASES, 'title', 'index', 'file_name']
+  names += [*layout_fit.FACTS, *layout_fit.STEPS, *layout_fit.IMAGES, *values_lib.STATES]
+  names += [values_lib.ALIASES, 'title', 'index', 'file_name']
   return tuple(dict.fromkeys([*names, *(name.partition('.')[0] for name in names)]))
 
 
@@ -89,7 +89,7 @@ class SetReader:
     question = _question(fields, layout)
     try:
       _check_is_text(fields)
-      values.check_state(fields)
+      values_lib.check_state(fields)
       options, letter, answers = self._answer(fields)
     except Unanswerable as error:
       return Question(None, passages, str(error))
@@ -115,7 +115,7 @@ class SetReader:
         letter=letter,
         steps=steps,
     )
-    has_id = not layout.is_indexed and bool(values.first_of(fields, self._id_columns())[0])
+    has_id = not layout.is_indexed and bool(values_lib.first_of(fields, self._id_columns())[0])
     return Question(task, passages, has_id=has_id)
 
   def _id_columns(self):
@@ -123,12 +123,12 @@ class SetReader:
 
   def _id(self, row, fields):
     if self._layout.is_indexed:  # verl's rows have an index, and no id
-      _, index = values.first_of(fields, ('index', 'extra_info.index'))
+      _, index = values_lib.first_of(fields, ('index', 'extra_info.index'))
       if index is None:
         index = row.number - 1
       dataset = _name(fields, layout_fit.DATASETS) or 'unnamed'
       return f'{dataset}-{_name(fields, layout_fit.SPLITS)}-{index}'
-    name, value = values.first_of(fields, self._id_columns())
+    name, value = values_lib.first_of(fields, self._id_columns())
     if not name:
       own = row.key or f'{self._path.name.partition(".")[0]}-{row.number}'
       return f'{row.group}-{own}' if row.group else own
@@ -147,26 +147,26 @@ class SetReader:
       raise Unanswerable(f'column {layout.flag!r} is 0, as of a wrong answer')
     if self.reading.options:
       return self._choice(fields)
-    answers = values.texts_of(layout, fields)
+    answers = values_lib.texts_of(layout, fields)
     kinds = layout.answers.values()
     if layouts.TRUTH in kinds:
-      return _choice_of(values.TRUTHS, answers[0])
+      return _choice_of(values_lib.TRUTHS, answers[0])
     if layouts.DECISION in kinds:
-      return _choice_of(values.DECISIONS, answers[0])
+      return _choice_of(values_lib.DECISIONS, answers[0])
     return (), '', answers
 
   def _choice(self, fields):
     """Returns (options, right letter, its text) of a row. Raises Unanswerable."""
-    choice = values.choice_of(self._layout, fields, self.reading.options)
+    choice = values_lib.choice_of(self._layout, fields, self.reading.options)
     answers = self._layout.answers
-    names = [name for name in answers if not values.is_empty(get(fields, name))]
+    names = [name for name in answers if not values_lib.is_empty(get(fields, name))]
     if choice is None or not names:
       raise Unanswerable(f'column {next(iter(answers))!r} is empty')
     reason = ''
     for name in names:
-      value = values.named(name, get(fields, name), choice)
+      value = values_lib.named(name, get(fields, name), choice)
       kind = self.reading.kinds.get(name, '')
-      letter = values.letter_of(kind, value, choice) if kind else None
+      letter = values_lib.letter_of(kind, value, choice) if kind else None
       if letter:
         return tuple(sorted(choice.texts.items())), letter, (choice.texts[letter],)
       reason = reason or f'column {name!r} is {shown(value)}, which is no single option'
@@ -180,7 +180,7 @@ def _choice_of(texts, right):
 
 def _name(fields, names):
   """Returns the first of these columns with a text, or ''."""
-  name, value = values.first_of(fields, names)
+  name, value = values_lib.first_of(fields, names)
   if not name:
     return ''
   if not isinstance(value, str):
@@ -193,7 +193,7 @@ def _check_is_text(fields):
   is_gaia = 'Final answer' in fields  # elsewhere the column says where a row comes from
   for name in (*layout_fit.IMAGES, 'file_name'):
     is_about = name != 'file_name' or is_gaia
-    if is_about and not values.is_empty(get(fields, name)):
+    if is_about and not values_lib.is_empty(get(fields, name)):
       kind = 'names a file' if name == 'file_name' else 'holds an image'
       raise Unanswerable(f'column {name!r} {kind}, and only text is read')
 
@@ -201,7 +201,7 @@ def _check_is_text(fields):
 def _question(fields, layout):
   """Returns the question: a column, or the end of a prompt."""
   name = layout.question
-  value = values.value_of(get(fields, name))
+  value = values_lib.value_of(get(fields, name))
   is_prompt = name in ('prompt', 'messages') and layout.source != layout_fit.USER
   if is_prompt or types.is_of(value, list[dict]):
     return _readable(name, question_of_prompt(get(fields, name), name))
@@ -272,7 +272,7 @@ def _content(content):
 
 def _steps(fields):
   """Returns (sub-question, answer) pairs of MuSiQue."""
-  value = values.value_of(values.first_of(fields, layout_fit.STEPS)[1])
+  value = values_lib.value_of(values_lib.first_of(fields, layout_fit.STEPS)[1])
   if not types.is_of(value, list[dict]):
     return ()
   steps = []
@@ -285,10 +285,10 @@ def _steps(fields):
 def _passages(fields, layout):
   """Returns (passages of a row, ids of those that hold the answer)."""
   columns = (layout.passages,) if layout.passages else layout_fit.PASSAGES
-  name, value = values.first_of(fields, columns)
+  name, value = values_lib.first_of(fields, columns)
   if not name or layout is layout_fit.OWN:
     return [], []
-  parsed = values.value_of(value)
+  parsed = values_lib.value_of(value)
   if isinstance(parsed, str):  # SQuAD, BoolQ
     title = fields.get('title')
     texts = [(title if isinstance(title, str) else '', parsed, True)]
@@ -359,7 +359,7 @@ _TEXT_KEYS = ('paragraph_text', 'sentences', 'text', 'content', 'context')
 
 def _supporting_titles(fields):
   """Returns the titles of the paragraphs that hold the answer (HotpotQA, 2WikiMultiHopQA)."""
-  value = values.value_of(values.first_of(fields, layout_fit.FACTS)[1])
+  value = values_lib.value_of(values_lib.first_of(fields, layout_fit.FACTS)[1])
   if isinstance(value, dict):
     value = value.get('title')
   titles = set()

@@ -393,14 +393,14 @@ def _questions(
     path: pathlib.Path, columns: Mapping[str, Any], readings: dict[pathlib.Path, str]
 ) -> Iterator[_Loaded]:
   """Yields what each row of a file of questions holds, and notes how the file is read."""
-  from stppo_jax import public_formats  # most plug-ins need none of it
-
   reader = None
+  is_own = _is_embedded(path)
   for row in row_files.read(path, _columns(path, columns)):
-    if reader is None:
-      reader = public_formats.SetReader(path, columns)
+    if reader is None and not is_own:
+      reader = _public_formats().SetReader(path, columns)
       readings[path] = reader.reading.described()
-    if not reader.is_own:
+      is_own = reader.is_own
+    if not is_own:
       for question in reader.read(row):
         yield _Loaded(row, *question)
       continue
@@ -413,16 +413,14 @@ def _passage_rows(
     path: pathlib.Path, columns: Mapping[str, Any]
 ) -> Iterator[tuple[row_files.FileRow, Sequence[types.Passage] | None]]:
   """Yields the rows of a file, with the passages of those that are questions."""
-  from stppo_jax import public_formats
-
   reader = None
   for row in row_files.read(path, _columns(path, columns)):
     is_passage = {'text', 'contents'} & row.fields.keys() and 'question' not in row.fields
-    if is_passage or not public_formats.is_question(row.fields, columns):
+    if is_passage or not _public_formats().is_question(row.fields, columns):
       yield row, None
       continue
     if reader is None:
-      reader = public_formats.SetReader(path, columns)
+      reader = _public_formats().SetReader(path, columns)
     if reader.is_own:
       yield row, ()
     else:
@@ -434,10 +432,18 @@ def _columns(path: pathlib.Path, columns: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the columns to read of a Parquet file, whose others may be large."""
   if not path.name.endswith('.parquet'):
     return ()
-  from stppo_jax import public_formats
-
-  known = public_formats.known_columns(columns)
+  known = _public_formats().known_columns(columns)
   return (*_OWN_COLUMNS, *_PASSAGE_IDS, *_PASSAGE_TEXTS, *known)
+
+
+def _is_embedded(path: pathlib.Path) -> bool:
+  return path.parent == EMBEDDED
+
+
+def _public_formats() -> Any:
+  from stppo_jax import public_formats  # the questions of the package need none of it
+
+  return public_formats
 
 
 def _passage(row: row_files.FileRow) -> types.Passage | None:
