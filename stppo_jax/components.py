@@ -73,7 +73,8 @@ class Components:
       return None
     data = self.config.data
     corpus = data.corpus or data.source
-    load_corpus = lambda: tasks_lib.load_corpus(corpus)
+    columns = data.columns if corpus == data.source else {}
+    load_corpus = lambda: tasks_lib.load_corpus(corpus, columns)
     return kinds.make(self.make_retriever, self.config.retriever, load_corpus)
 
   @functools.cached_property
@@ -140,7 +141,7 @@ class Components:
 def resolve(config: Config) -> Components:
   """Loads the classes and functions that the config names. UserError: a name does not exist."""
   env = config.env
-  source = _task_source(config.data.source)
+  source = _task_source(config.data.source, config.data.columns)
   reward = _load_function('env.reward', env.reward, rewards.REWARDS)
   if env.reward not in rewards.REWARDS:
     from stppo_jax.envs import custom_rewards  # most runs have none
@@ -299,10 +300,10 @@ def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callab
   return function
 
 
-def _task_source(name: str) -> Callable[[str], list[Task]]:
+def _task_source(name: str, columns: Mapping[str, Any]) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
-    return lambda split: tasks_lib.load_tasks(name, split)
+    return lambda split: tasks_lib.load_tasks(name, split, columns)
   return _checked(_load_function('data.source', name, {}))
 
 

@@ -92,6 +92,7 @@ _CONFIG_SECTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (lambda config: bool(config.rollout.engine), 'engine:check'),
     (lambda config: bool(config.rollout.demonstrations), 'demonstrations:check'),
     (lambda config: config.rollout.allocation != 'even', 'allocation:check'),
+    (lambda config: bool(config.data.columns), 'data_columns:check'),
 )
 # The same for rules that also read the objective.
 _VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (

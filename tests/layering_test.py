@@ -94,6 +94,7 @@ READ_THE_CONFIG = {
     'serving/rollouts.py',
     'validation.py',
     'sections/allocation.py',
+    'sections/data_columns.py',
     'sections/demonstrations.py',
     'sections/engine.py',
     'sections/row_objective.py',

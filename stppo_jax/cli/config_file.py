@@ -79,6 +79,8 @@ def apply(config: Config, overrides: Mapping[str, Any]) -> None:
   has_own_source |= name != '' and package in packages
   if has_own_source and 'data.datasets' not in overrides:
     config.data.datasets = ()  # the experiment's choice belongs to its own source
+  if has_own_source and not any(path.startswith('data.columns') for path in overrides):
+    config.data.columns = {}
 
 
 def _run_file(path: str, mode: str) -> Config:
