@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from collections.abc import Mapping
 import io
 import itertools
 import math
@@ -11,6 +12,7 @@ from typing import Any
 from stppo_jax import types
 
 _MOST_SHOWN = 12  # columns in a message
+_MOST_CHARS = 300  # characters of a row in a message
 _TRUE = ('true', '1', '1.0', 'yes', 't')
 _FALSE = ('false', '0', '0.0', 'no', 'f')
 
@@ -20,6 +22,12 @@ def listed(columns: Iterable[str]) -> str:
   names = list(map(str, columns))
   more = ', ..' if len(names) > _MOST_SHOWN else ''
   return ', '.join(names[:_MOST_SHOWN]) + more
+
+
+def shown_row(fields: Mapping[str, Any]) -> str:
+  """Returns a row for a message, cut short."""
+  text = str(without_nulls(dict(fields)))
+  return text if len(text) <= _MOST_CHARS else f'{text[:_MOST_CHARS]}..'
 
 
 def without_nulls(value: Any) -> Any:

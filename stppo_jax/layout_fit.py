@@ -72,7 +72,6 @@ _BARE = re.compile(r'\(?[A-Za-z]\)?[.)]?|[A-J]{2,}|[A-J](, ?[A-J])+|-?[0-9]+|op[
 _SHORTEST_PROSE = 80  # characters of a text that explains an answer, and names none
 _MOST_NAMES = 400  # columns, with the keys of nested ones
 _DEPTH = 4  # levels of nested columns
-_MOST_CHARS = 300  # characters of a row in a message
 
 
 class Reading(NamedTuple):
@@ -719,12 +718,9 @@ def _refusal(profile, misfits, columns):
   listed = cells.listed(first.fields)
   if columns:
     return types.UserError(f'{message}: correct config.data.columns; the columns are {listed}')
-  row = {name: value for name, value in first.fields.items() if not values_lib.is_empty(value)}
-  text = str(row)
-  text = text if len(text) <= _MOST_CHARS else f'{text[:_MOST_CHARS]}..'
   return types.UserError(
       f'{message}. No published layout fits for certain. The columns are {listed}, the first row '
-      f'is {text}. Name the columns: --config.data.columns="{_suggestion(profile)}"'
+      f'is {cells.shown_row(first.fields)}. Name the columns: --config.data.columns="{_suggestion(profile)}"'
   )
 
 

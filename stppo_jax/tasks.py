@@ -93,6 +93,10 @@ def load_tasks(
 
 def load_all(source: str, columns: Mapping[str, Any] = _NO_COLUMNS) -> Loaded:
   """Loads the questions of all splits."""
+  if columns and 'question' not in columns:
+    raise types.UserError(
+        f"config.data.columns={dict(columns)!r} names no question: give 'question' and 'answers'"
+    )
   paths = _question_paths(source)
   split_by_path = _splits_of_names(paths)
   tasks: list[types.Task] = []

@@ -1,5 +1,6 @@
 """Tests of stppo_jax.trajectories.conversations: which tokens of a conversation are imitated."""
 
+import csv
 import json
 import pathlib
 import tempfile
@@ -76,12 +77,18 @@ class _Test(parameterized.TestCase):
     path = pathlib.Path(self.folder, name)
     if name.endswith('.parquet'):
       parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif name.endswith('.csv'):
+      with path.open('w', newline='', encoding='utf-8') as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     else:
       path.write_text('\n'.join(map(json.dumps, rows)), encoding='utf-8')
     return path
 
-  def read(self, row, name='chats.jsonl', min_reward=0.5):
-    ((_, conversation),) = conversations.read(self.write(name, [row]), min_reward)
+  def read(self, row, name='chats.jsonl', min_reward=0.5, columns=None):
+    path = self.write(name, [row])
+    ((_, conversation),) = conversations.read(path, min_reward, columns or {})
     return conversation
 
   def renderer(self, template, **settings):
@@ -267,6 +274,81 @@ class ReadTest(_Test):
       self.assertEqual(self.read(row, name), f'{column!r} is false')
       self.check(self.read(row | {column: True}, name))
 
+  @parameterized.product(
+      column=('resolved', 'label', 'kto_tag', 'target'),
+      value=(False, 0, 0.0, 'False', 'false', '0'),
+  )
+  def test_false_flag_has_many_forms(self, column, value):
+    row = {'messages': json.dumps(_MESSAGES), column: value}
+    for name in ('chats.jsonl', 'chats.csv', 'chats.parquet'):
+      self.assertEqual(self.read(row, name), f'{column!r} is false')
+
+  @parameterized.parameters(
+      ('label', 'chosen'), ('label', 2), ('kto_tag', 'good'), ('target', [1]), ('reward', 'high')
+  )
+  def test_flag_of_another_kind_is_refused(self, column, value):
+    with self.assertRaisesRegex(types.UserError, f'chats.jsonl:1: column {column!r} is'):
+      self.read({'messages': _MESSAGES, column: value})
+
+  @parameterized.parameters(
+      {'loss': 0},
+      {'loss': 'false'},
+      {'loss': '0'},
+      {'weight': '0'},
+      {'weight': 0.0},
+      {'train': 'False'},
+      {'training': 0},
+  )
+  def test_masked_turn_has_many_forms(self, **field):
+    messages = [dict(message) for message in _MESSAGES]
+    messages[4] |= field
+    trained = [m['content'] for m in self.read({'messages': messages}).messages if m.get('trained')]
+    self.assertEqual(trained, ['', 'The Seine, <answer>b</answer>'])
+    messages[4] |= {'weight': 0.5}
+    with self.assertRaisesRegex(types.UserError, "column 'weight' is 0.5: true or false"):
+      self.read({'messages': messages})
+
+  @parameterized.parameters(
+      ({'messages': _MESSAGES, 'conversations': _MESSAGES}, 'messages, conversations'),
+      ({'messages': _MESSAGES, 'chosen': _MESSAGES}, 'messages, chosen'),
+      ({'chosen': _MESSAGES, 'rejected': _MESSAGES}, 'chosen, rejected'),
+      ({'prompt': 'a', 'completion': 'b', 'messages': _MESSAGES}, 'prompt, completion, messages'),
+  )
+  def test_two_conversations_are_refused(self, row, names):
+    with self.assertRaisesRegex(
+        types.UserError, f'several columns may be the conversation: {names}. .*first row is .* --con'
+    ):
+      self.read(row)
+
+  @parameterized.parameters(
+      {'is_correct': False}, {'success': 0}, {'passed': 'false'}, {'rejected': True}
+  )
+  def test_unread_mark_of_bad_rows_is_refused(self, **field):
+    with self.assertRaisesRegex(types.UserError, 'may mark rows not to imitate.*--config.data.col'):
+      self.read({'messages': _MESSAGES} | field)
+    self.check(self.read({'messages': _MESSAGES, 'redacted': False}))
+
+  def test_named_columns_override_all_guessing(self):
+    row = {
+        'messages': [{'role': 'user', 'content': 'other'}],
+        'data': {'chosen': _MESSAGES, 'ok': 'false'},
+        'label': 'good',
+        'fold': 'dev',
+    }
+    columns = {'messages': 'data.chosen', 'split': 'fold'}
+    conversation = self.read(row, columns=columns)
+    self.check(conversation)
+    self.assertEqual(conversation.split, 'dev')
+    reason = self.read(row, columns=columns | {'flag': 'data.ok'})
+    self.assertEqual(reason, "'data.ok' is false")
+    row = {'q': 'The sky is', 'a': ' blue.', 'label': 'x'}
+    conversation = self.read(row, columns={'prompt': 'q', 'completion': 'a'})
+    self.assertEqual([m['content'] for m in conversation.messages], ['The sky is', ' blue.'])
+    with self.assertRaisesRegex(types.UserError, "column 'chat' is empty or missing"):
+      self.read(row, columns={'messages': 'chat'})
+    with self.assertRaisesRegex(types.UserError, "names no conversation: give 'messages'"):
+      self.read(row, columns={'question': 'q', 'answers': 'a'})
+
   def test_reward_and_images_leave_rows_out(self):
     row = {
         'messages': _MESSAGES,
@@ -275,7 +357,8 @@ class ReadTest(_Test):
     }  # the cells of a CSV file are texts
     self.assertEqual(self.read(row), 'a reward below 0.5')
     self.check(self.read(row | {'reward': '1.0'}))
-    self.check(self.read(row | {'reward': 'high'}))
+    with self.assertRaisesRegex(types.UserError, "column 'reward' is 'high': a number is needed"):
+      self.read(row | {'reward': 'high'})
     reason = self.read(row | {'reward': 1, 'images': ['x.png']})
     self.assertEqual(reason, 'images, and only text is read')
 

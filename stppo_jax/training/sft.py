@@ -200,7 +200,7 @@ def _episodes(config, renderer) -> Iterable[tuple[str, types.Episode | str]]:
   if not others:
     return
   for path, split in tasks_lib.files_of(','.join(others)).items():
-    for row, conversation in conversations.read(path, config.sft.min_reward):
+    for row, conversation in conversations.read(path, config.sft.min_reward, config.data.columns):
       if isinstance(conversation, str):
         yield '', conversation
         continue

@@ -6,6 +6,9 @@ A row of a file has one of these:
   conversations       ShareGPT: `from` and `value`
   prompt, completion  TRL's and verifiers' messages, or two texts
 
+All rows decide which one. A file with two of them, or with another column of messages, is refused,
+and the user names the columns (config.data.columns).
+
 The model's chat template renders the messages, and each turn of the assistant becomes a turn of an
 episode. Contexts and turns are encoded apart, as the run encodes prompts and observations.
 """
@@ -17,6 +20,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import re
+import types as types_lib
 from typing import Any
 from typing import NamedTuple
 
@@ -66,65 +71,177 @@ class Conversation(NamedTuple):
   is_text: bool = False  # a prompt and a completion as texts, which no template renders
 
 
-def read(path: pathlib.Path, min_reward: float) -> Iterator[tuple[row_files.FileRow, Any]]:
+_WHOLE = ('messages', 'conversations', 'conversation', 'trajectory')
+_PAIR = ('prompt', 'completion')
+# Columns that are false for a row not to imitate: TRL and LLaMA-Factory; SWE-agent.
+_FLAGS = ('label', 'kto_tag', 'target', 'resolved')
+# Names of columns that may mark bad rows and are not read, and the value that does.
+_OTHER_FLAGS = (
+    (re.compile('(?<!in)correct|success|solved|passed|accepted|verified|valid|good'), False),
+    (re.compile('incorrect|bad|fail|reject|wrong'), True),
+)
+_NO_COLUMNS: Mapping[str, str] = types_lib.MappingProxyType({})
+
+
+def read(
+    path: pathlib.Path, min_reward: float, columns: Mapping[str, str] = _NO_COLUMNS
+) -> Iterator[tuple[row_files.FileRow, Any]]:
   """Yields the rows of a file with their Conversation, or with the reason why there is none.
 
   A row with an `error`, or with a `reward` below `min_reward`, is left out. UserError: a row is no
-  conversation.
+  conversation, or its columns may mean several things. `columns` are those of config.data.columns.
   """
+  source = ('messages',) if 'messages' in columns else _PAIR
+  if not columns:
+    source = find_source(path)
+  elif not set(source) <= columns.keys():
+    raise types.UserError(
+        f"config.data.columns={dict(columns)!r} names no conversation: give 'messages', or 'prompt' "
+        "and 'completion'"
+    )
+  known = [*COLUMNS, *(name.partition('.')[0] for name in columns.values())]
   is_table = path.name.lower().endswith(('.parquet', '.arrow'))
-  for row in row_files.read(path, COLUMNS if is_table else ()):
+  for row in row_files.read(path, known if is_table else ()):
     fields = cells.without_nulls(row.fields) if is_table else row.fields
     try:
       with row_files.explain(path, row.number):
-        conversation = _conversation(fields, min_reward, row.fields)
+        if columns:
+          fields = _named_fields(fields, columns)
+        else:
+          _check_flags(fields, min_reward)
+        conversation = _conversation(fields, source)
     except Unusable as reason:
       yield row, str(reason)
       continue
     yield row, conversation
 
 
-def _conversation(fields, min_reward, columns):
-  """Returns the conversation of a row. ValueError: it has none. Unusable: it is left out."""
-  if fields.get('error'):
+def find_source(path: pathlib.Path) -> tuple[str, ...]:
+  """Returns the columns with the conversation: one, or prompt and completion.
+
+  UserError: there is none, several columns may be meant, or another column may mark bad rows.
+  """
+  sources: dict[tuple[str, ...], None] = {}
+  marks: dict[str, None] = {}
+  first = None
+  for row in row_files.read(path):
+    first = first or row
+    present = [name for name, value in row.fields.items() if not cells.is_null(value)]
+    others = [name for name in present if _holds_messages(_parsed(row.fields[name]))]
+    if set(_PAIR) <= set(present):
+      sources[_PAIR] = None
+      others = [name for name in others if name not in _PAIR]
+    sources |= dict.fromkeys((name,) for name in present if name in _WHOLE or name in others)
+    for name in present:
+      if name not in COLUMNS and _marks_bad(name, row.fields[name]):
+        marks[name] = None
+  if first is None:
+    return _PAIR
+  listed = cells.listed(first.fields)
+  if not sources:
+    raise types.UserError(
+        f'{path}:{first.number}: no conversation in the columns {listed}: messages, conversations, '
+        f'or prompt and completion are needed. {_advice(first, "COLUMN")}'
+    )
+  names = [name for source in sources for name in source]
+  if len(sources) > 1:
+    raise types.UserError(
+        f'{path}:{first.number}: several columns may be the conversation: {", ".join(names)}. '
+        f'{_advice(first, names[0])}'
+    )
+  if marks:
+    raise types.UserError(
+        f'{path}:{first.number}: column {next(iter(marks))!r} may mark rows not to imitate. '
+        f"{_advice(first, names[0])}; a key 'flag' names a column that is true for good rows"
+    )
+  return tuple(names)
+
+
+def _advice(row, name):
+  return (
+      f'The columns are {cells.listed(row.fields)}, the first row is {cells.shown_row(row.fields)}. '
+      f'Name the columns: --config.data.columns="{{\'messages\': {name!r}}}"'
+  )
+
+
+def _holds_messages(value):
+  """Returns whether a value is a list of messages with roles."""
+  is_list = isinstance(value, list) and bool(value) and types.is_of(value, list[dict])
+  return is_list and all('role' in item or 'from' in item for item in value)
+
+
+def _marks_bad(name, value):
+  """Returns whether a column that is not read says that its row is bad."""
+  for pattern, bad in _OTHER_FLAGS:
+    with contextlib.suppress(ValueError):
+      if pattern.search(name.lower()) and cells.flag(name, value) is bad:
+        return True
+  return False
+
+
+def _named_fields(fields, columns):
+  """Returns the columns that the user names, under their own names here. Raises Unusable."""
+  named = {key: _nested(fields, name) for key, name in columns.items()}
+  for key in ('messages', *_PAIR, 'flag'):
+    if key in named and named[key] is None:
+      raise ValueError(f'column {columns[key]!r} is empty or missing: correct config.data.columns')
+  if 'flag' in named and not cells.flag(columns['flag'], named['flag']):
+    raise Unusable(f'{columns["flag"]!r} is false')
+  return named
+
+
+def _nested(fields, name):
+  """Returns the value of a column, or of a key in it (`a.b`); None: there is none."""
+  if name in fields:
+    return fields[name]
+  outer, _, rest = name.partition('.')
+  inner = _parsed(fields.get(outer))
+  return _nested(inner, rest) if rest and isinstance(inner, dict) else None
+
+
+def _check_flags(fields, min_reward):
+  """Raises Unusable for a row that is marked as bad. ValueError: a mark is of another kind."""
+  error = fields.get('error')
+  if error and str(error).strip().lower() not in ('false', '0', 'none', 'null'):
     raise Unusable('an error')
   reward = fields.get('reward')
-  if isinstance(reward, str):  # a cell of a CSV file
-    with contextlib.suppress(ValueError):
-      reward = float(reward)
-  if isinstance(reward, (int, float)) and not reward >= min_reward:
-    raise Unusable(f'a reward below {min_reward:g}')
-  if fields.get('resolved') in (False, 0, 'False', 'false', '0'):
-    raise Unusable("'resolved' is false")
-  for name in ('label', 'kto_tag', 'target'):  # TRL and LLaMA-Factory; SWE-agent
-    if fields.get(name) is False:
+  if reward not in (None, ''):
+    try:
+      number = float(reward)
+    except (TypeError, ValueError):
+      raise ValueError(
+          f"column 'reward' is {shown(reward)}: a number is needed, or name the columns in "
+          'config.data.columns'
+      ) from None
+    if not number >= min_reward:
+      raise Unusable(f'a reward below {min_reward:g}')
+  for name in _FLAGS:
+    value = fields.get(name)
+    if value not in (None, '') and not cells.is_null(value) and not cells.flag(name, value):
       raise Unusable(f'{name!r} is false')
   for name in ('images', 'videos', 'audios'):
     if fields.get(name):
       raise Unusable(f'{name}, and only text is read')
+
+
+def _conversation(fields, source):
+  """Returns the conversation of a row. ValueError: it has none. Unusable: it is left out."""
   tools = _tools(fields)
   split = fields.get('split')
   split = split if isinstance(split, str) else ''
-  prompt = _parsed(fields.get('prompt'))
-  completion = _parsed(fields.get('completion'))
-  if isinstance(prompt, str) and isinstance(completion, str):
-    messages = [_text_message('user', prompt), _text_message('assistant', completion)]
-    messages[1]['trained'] = bool(completion)
-    return _checked(Conversation(messages, tools, split, is_text=True))
-  if completion is not None and prompt is not None:
+  if source == _PAIR:
+    prompt, completion = (_parsed(fields.get(name)) for name in _PAIR)
+    if isinstance(prompt, str) and isinstance(completion, str):
+      messages = [_text_message('user', prompt), _text_message('assistant', completion)]
+      messages[1]['trained'] = bool(completion)
+      return _checked(Conversation(messages, tools, split, is_text=True))
     before = _messages('prompt', prompt, 'user', is_trained=False)
     after = _messages('completion', completion, 'assistant', is_trained=True)
     return _checked(Conversation(before + after, tools, split))
-  for name in ('messages', 'conversations', 'conversation', 'trajectory'):
-    value = _parsed(fields.get(name))
-    if value is not None:
-      messages = _messages(name, value, '', is_trained=True)
-      _add_system(messages, fields)
-      return _checked(Conversation(messages, tools, split))
-  raise ValueError(
-      f'no conversation in the columns {cells.listed(columns)}: messages, conversations, or '
-      'prompt and completion are needed'
-  )
+  (name,) = source
+  messages = _messages(name, _parsed(fields.get(name)), '', is_trained=True)
+  _add_system(messages, fields)
+  return _checked(Conversation(messages, tools, split))
 
 
 def _checked(conversation):
@@ -223,8 +340,8 @@ def _is_imitated(name, raw):
 
 
 def _is_masked(raw):
-  names = ('loss', 'train', 'training')
-  return raw.get('weight') == 0 or any(raw.get(name) is False for name in names)
+  names = [name for name in ('weight', 'loss', 'train', 'training') if raw.get(name) is not None]
+  return not all(cells.flag(name, raw[name]) for name in names)
 
 
 def _content(name, content):
