@@ -1,5 +1,6 @@
 """Rows of tables: Parquet, Arrow, CSV and TSV."""
 
+import collections
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -53,7 +54,15 @@ def text(file: BinaryIO, delimiter: str) -> Iterator[dict[str, str | None]]:
   """
   csv.field_size_limit(2**31 - 1)
   lines = io.TextIOWrapper(file, encoding='utf-8-sig', newline='')
-  rows = _tab_rows(lines) if delimiter == '\t' else csv.reader(lines)
+  if delimiter == '\t':
+    try:
+      is_quoted = _is_quoted(lines)
+    except UnicodeDecodeError as error:
+      raise ValueError(f'not a table in UTF-8 ({error})') from error
+    lines.seek(0)
+    rows = csv.reader(lines, delimiter='\t', strict=True) if is_quoted else _tab_rows(lines)
+  else:
+    rows = csv.reader(lines)
   names: list[str] | None = None
   while True:
     try:
@@ -67,12 +76,31 @@ def text(file: BinaryIO, delimiter: str) -> Iterator[dict[str, str | None]]:
     if names is None:
       if delimiter != '\t' or not row[0].isdecimal() or len(row) not in (2, 3):
         names = row
+        twice = [name for name, number in collections.Counter(names).items() if number > 1]
+        if twice:
+          raise ValueError(f'two columns are called {twice[0]!r}: rename one of them')
         continue
       names = ['id', 'text', 'title'][: len(row)]
     if len(row) > len(names):
       raise ValueError(f'more cells than the first line has columns ({cells.listed(names)})')
     padded = row + [''] * (len(names) - len(row))
     yield {name: _cell(value) for name, value in zip(names, padded)}
+
+
+def _is_quoted(lines: Iterable[str]) -> bool:
+  """Returns whether a text with tabs can be read as csv.writer writes it.
+
+  The quotes fit in the whole text, and all rows have the same number of cells.
+  """
+  width = 0
+  try:
+    for row in csv.reader(lines, delimiter='\t', strict=True):
+      width = width or len(row)
+      if row and len(row) != width:
+        return False
+  except csv.Error:
+    return False
+  return True
 
 
 def _tab_rows(lines: Iterable[str]) -> Iterator[list[str]]:

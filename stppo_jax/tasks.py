@@ -6,6 +6,7 @@ own files, and public_formats.py those of published question sets. A row that ca
 error with its file, line and column.
 """
 
+import collections
 from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -80,6 +81,10 @@ def load_tasks(
     )
   for path, text in loaded.readings.items():
     row_files.log_once(f'{path}: read as {text}')
+  if loaded.readings:
+    counts = collections.Counter(task.split or 'every split' for task in tasks)
+    numbers = ', '.join(f'{name} {number}' for name, number in counts.items())
+    row_files.log_once(f'{source}: {len(tasks)} questions ({numbers})')
   if chosen := _of_split(tasks, split):
     return chosen
   if not tasks and unanswered:

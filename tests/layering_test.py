@@ -118,6 +118,7 @@ OPTIONAL = (
     'algorithms.objectives',
     'cells',
     'cli.atif',
+    'cli.check_data',
     'cli.compare',
     'cli.doc_pages',
     'cli.doctor',

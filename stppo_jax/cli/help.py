@@ -30,6 +30,7 @@ _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports
   python run.py export_atif                                    # trajectories for Harbor's viewer
   python run.py import_atif --input=DIR --workdir=runs/b       # runs/b/episodes, to train on
   python run.py report                                         # writes report.html again
+  python run.py check-data questions.jsonl                     # how a file of data is read
   python run.py plan --config=experiments/st_ppo_7b.py --topology=v5e:8x8    # does it fit?
   python run.py new my_task                                    # a folder for a task of your own
   python run.py doctor                                         # devices, packages, what is missing

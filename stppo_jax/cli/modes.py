@@ -72,6 +72,7 @@ MODES = {
     'new': Mode('texts:new', operands=('NAME',), reads_config=False),
     'doctor': Mode('doctor:doctor', flags=('topology',)),
     'compare': Mode('records:compare', operands=('RUN', 'RUN'), reads_config=False),
+    'check-data': Mode('check_data:check_data', operands=('FILE',)),
     'list': Mode('texts:list_all', reads_config=False),
     'completion': Mode('texts:completion', operands=('SHELL',), reads_config=False),
 }

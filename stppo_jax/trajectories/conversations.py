@@ -99,6 +99,8 @@ def read(
         f"config.data.columns={dict(columns)!r} names no conversation: give 'messages', or 'prompt' "
         "and 'completion'"
     )
+  names = columns.values() if columns else source
+  row_files.log_once(f'{path}: conversations in {", ".join(names)}')
   known = [*COLUMNS, *(name.partition('.')[0] for name in columns.values())]
   is_table = path.name.lower().endswith(('.parquet', '.arrow'))
   for row in row_files.read(path, known if is_table else ()):
@@ -114,6 +116,15 @@ def read(
       yield row, str(reason)
       continue
     yield row, conversation
+
+
+def is_conversation(fields: Mapping[str, Any]) -> bool:
+  """Returns whether a row has a conversation, and no answer beside it (RLVR, verl)."""
+  names = [name for name, value in fields.items() if _holds_messages(_parsed(value))]
+  has_pair = all(fields.get(name) is not None for name in _PAIR)
+  is_task = any(fields.get(name) is not None for name in ('ground_truth', 'reward_model', 'answer'))
+  is_task = is_task or fields.get('reward_spec') is not None
+  return (bool(names) or has_pair) and not is_task
 
 
 def find_source(path: pathlib.Path) -> tuple[str, ...]:
