@@ -49,7 +49,7 @@ _COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values_lib.STATES
 # The name of a column that may hold the answer, whatever its values are.
 _ANSWER_NAME = re.compile(
     r'answer|correct|truth|solution|gold|target|expected|referenc|respons|predict'
-    r'|(?<![a-z])(ans|right|output|completion|result|final|reply)(?![a-z])'
+    r'|(?<![a-z])(span|ans|right|output|completion|result|final|reply)(?![a-z])'
 )
 _OPTION_NAME = re.compile('option|choice|candidate|alternative|distractor|ending|incorrect|wrong')
 # Words in the name of a column that may name the answer if its values look like it.
@@ -63,8 +63,9 @@ _ABOUT_WORDS = frozenset(
 _CONTEXT_WORDS = frozenset(
     'context contexts passage passages paragraph paragraphs article articles table tables story '
     'document documents narrative premise puzzle background dialogue dialog conversation scenario '
-    'ctx text texts body sentence sentences'.split()
+    'ctx text texts body sentence sentences hint'.split()
 )
+_NAME_WORDS = frozenset('id ids title name number index key'.split())
 _MEDIA_WORDS = frozenset('image images picture video audio figure diagram photo'.split())
 _QUESTION_NAMES = frozenset('question query problem prompt instruction input goal'.split())
 # A letter, several ones, or a number, which may name options.
@@ -336,7 +337,8 @@ def _is_about(name):
 
 
 def _may_name_answer(name):
-  return _is_answer_name(name) or bool(_POSITION_WORDS.intersection(_words(name)))
+  is_position = bool(_POSITION_WORDS.intersection(_words(name))) and not _is_about(name)
+  return _is_answer_name(name) or is_position
 
 
 def _may_be_context(name, facts):
@@ -344,7 +346,8 @@ def _may_be_context(name, facts):
   if words & _MEDIA_WORDS:
     return True
   is_question = '.' not in name and name.lower() in _QUESTION_NAMES
-  is_context = is_question or words & _CONTEXT_WORDS and not _is_about(name)
+  is_name = _is_about(name) or _words(name)[-1:] and _words(name)[-1] in _NAME_WORDS
+  is_context = is_question or words & _CONTEXT_WORDS and not is_name
   return bool(facts.num > facts.num_numbers and is_context)
 
 
@@ -560,6 +563,9 @@ class _ChoiceCheck(_Check):
   def _check_agrees(self, name, kinds):
     """Raises Misfit if a column names other options than the columns with clear kinds."""
     left = (kinds[name],) if name in kinds else self._kinds[name]
+    bases = {kind for kind in kinds.values() if kind.startswith('index')}
+    if bases:  # positions in one file count from one number
+      left = tuple(kind for kind in left if kind in bases or not kind.startswith('index'))
     if not left and not _is_answer_name(name):
       return  # a number or a key of something else
     rows = []
@@ -568,7 +574,7 @@ class _ChoiceCheck(_Check):
       rows.append(next(filter(None, row), None))
     if None in rows:
       return
-    number = rows[0][0] if rows else self._last[name][0]
+    number = rows[0][0] if rows else self._last.get(name, (self.profile.first.number, ''))[0]
     other = next((other for other in kinds if other != name), '')
     names = sorted([name, other], key=[*self.layout.answers, name].index)
     raise Misfit(number, f'columns {names[0]!r} and {names[1]!r} name different options')

@@ -70,13 +70,14 @@ def is_empty(value: Any) -> bool:
 
 
 def texts_in(value: Any) -> list[str]:
-  """Returns the texts of a list or a dict; [] if it holds anything else."""
+  """Returns the texts and numbers of a list or a dict; [] if it holds anything else."""
   value = value_of(value)
   if isinstance(value, dict):
     value = list(value.values())
   if isinstance(value, list) and types.is_of(value, list[dict]):
     value = [item.get('text', item.get('value')) for item in value]
-  return value if types.is_of(value, list[str]) else []
+  texts = [_text_of_number(item) for item in value] if isinstance(value, list) else []
+  return texts if types.is_of(texts, list[str]) else []
 
 
 def whole(value: Any) -> int | None:
