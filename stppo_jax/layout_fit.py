@@ -351,15 +351,18 @@ def _may_be_context(name, facts):
   return bool(facts.num > facts.num_numbers and is_context)
 
 
-def _rows_of_columns(names):
-  """Returns the rows of columns such as a0, a1, a2 or opA, opB, which may hold options."""
+def _rows_of_columns(names, present):
+  """Returns the rows of columns such as a0, a1, a2 or opA, opB, which may hold options.
+
+  At least two columns of a row are among the `present` ones.
+  """
   rows = []
   for first in names:
     if first[-1:] in ('0', '1', 'a', 'A') and '.' not in first:
       codes = range(ord(first[-1]), ord(first[-1]) + 10)
       row = itertools.takewhile(names.__contains__, (first[:-1] + chr(code) for code in codes))
       columns = tuple(row)
-      if len(columns) > 1:
+      if len(set(columns) & set(present)) > 1:
         rows.append(columns)
   return rows
 
@@ -373,12 +376,14 @@ class _Check:
     self.rank = 1 + is_usual * (
         1 + 2 * bool(layout.options) + len(layout.answers) - bool(layout.flag)
     )
-    self.options = values_lib.option_columns(layout, tuple(profile.facts))
+    self.options = values_lib.option_columns(layout, profile.names)
     unread = () if is_certain else _unread(layout, profile, self.options)
     self.guests = [name for name in unread if _may_name_answer(name)]
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
     self.lists = [(name,) for name in unread if profile.facts[name].num_lists]
-    self.lists += _rows_of_columns([name for name in unread if profile.facts[name].num_texts])
+    self.lists += _rows_of_columns(
+        profile.names, [name for name in unread if profile.facts[name].num_texts]
+    )
     self.profile = profile
     self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint
 
@@ -413,7 +418,7 @@ def _member(family, profile):
   options = []
   for name in family.options.split('|') if family.options else ():
     member = dataclasses.replace(family, options=name)
-    if set(values_lib.option_columns(member, tuple(profile.facts))) & profile.facts.keys():
+    if set(values_lib.option_columns(member, profile.names)) & profile.facts.keys():
       options.append(name)
   for name in list(options):
     if name.endswith('1..') and name.replace('1..', '0..') in options:
@@ -432,11 +437,12 @@ def _check_names(layout, profile, is_certain):
   missing = [name for name in filter(None, needed) if name not in profile.facts]
   missing += [name for name in (*layout.needs, *layout.answers) if name not in profile.names]
   missing += [name for name in layout.lacks if name in profile.facts]
-  options = values_lib.option_columns(layout, tuple(profile.facts))
+  options = values_lib.option_columns(layout, profile.names)
   fewest = 2 if str(layout.options).endswith('..') else 1
   if layout.options and len(options) < fewest:
     missing.append(str(layout.options))
-  missing += [name for name in options if name not in profile.facts]
+  if len(set(options) & profile.facts.keys()) < fewest:
+    missing += options
   is_other = layout.suffix and not profile.path.name.endswith(layout.suffix)
   if missing or is_other:
     raise Misfit(number, f'no column {missing[0]!r}' if is_certain else '')
@@ -563,21 +569,20 @@ class _ChoiceCheck(_Check):
   def _check_agrees(self, name, kinds):
     """Raises Misfit if a column names other options than the columns with clear kinds."""
     left = (kinds[name],) if name in kinds else self._kinds[name]
-    bases = {kind for kind in kinds.values() if kind.startswith('index')}
-    if bases:  # positions in one file count from one number
-      left = tuple(kind for kind in left if kind in bases or not kind.startswith('index'))
     if not left and not _is_answer_name(name):
       return  # a number or a key of something else
     rows = []
     for kind in left:
       row = [self._difference(name, kind, other, kinds[other]) for other in kinds]
       rows.append(next(filter(None, row), None))
-    if None in rows:
+    # One way to agree is enough for a column of the layout, whose meaning others may settle.
+    agrees = None in rows if name in self.layout.answers else bool(rows) and not any(rows)
+    if agrees:
       return
-    number = rows[0][0] if rows else self._last.get(name, (self.profile.first.number, ''))[0]
+    first = next(filter(None, rows), None) or self._last.get(name, (self.profile.first.number, ''))
     other = next((other for other in kinds if other != name), '')
     names = sorted([name, other], key=[*self.layout.answers, name].index)
-    raise Misfit(number, f'columns {names[0]!r} and {names[1]!r} name different options')
+    raise Misfit(first[0], f'columns {names[0]!r} and {names[1]!r} name different options')
 
 
 _NO_CHOICE = values_lib.RowOptions({}, [], {})
@@ -753,7 +758,7 @@ def _suggestion(profile):
   questions = [name for name in (*QUESTIONS, *names) if name in names]
   answers = [name for name in names if _is_answer_name(name)]
   answers += [name for name in names if _may_name_answer(name)]
-  rows = [list(row) for row in _rows_of_columns(names)]
+  rows = [list(row) for row in _rows_of_columns(profile.names, names)]
   options = [name for name in names if profile.facts[name].num_lists and name not in answers[:1]]
   columns: dict[str, Any] = {'question': questions[0], 'answers': (answers or ['COLUMN'])[0]}
   if options or rows:
