@@ -17,6 +17,7 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 
 from stppo_jax import plugins
@@ -48,6 +49,16 @@ ADAPTERS = {
 ENVIRONMENTS = {
     'search': 'stppo_jax.envs.search:SearchEnv',
     'tools': 'stppo_jax.envs.tools:ToolEnv',
+}
+# Settings of JAX -> the values with which the compiled functions run. NaN and infinity are numbers
+# here: an absent cosine is NaN, and steps that are not finite are skipped.
+_JAX_SETTINGS: dict[str, tuple[Any, ...]] = {
+    'jax_enable_x64': (False,),
+    'jax_debug_nans': (False,),
+    'jax_disable_jit': (False,),
+    'jax_numpy_dtype_promotion': ('standard',),
+    'jax_numpy_rank_promotion': ('allow', 'warn'),
+    'jax_transfer_guard': ('allow', None, 'log', 'log_explicit'),
 }
 _MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 
@@ -182,7 +193,20 @@ def resolve(config: Config) -> Components:
         '`reward`: leave it out'
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
+  check_jax()  # after the imports of plug-ins, which may change its settings
   return Components(config, kind, retriever, source)
+
+
+def check_jax() -> None:
+  """Checks the settings of JAX. UserError: with one of them, compiled functions raise errors."""
+  for name, needed in _JAX_SETTINGS.items():
+    value = getattr(jax.config, name)
+    value = getattr(value, 'value', value)  # of an enum
+    if value not in needed:
+      raise UserError(
+          f'JAX runs with {name}={value!r}, by the variable {name.upper()} of the environment or '
+          f'by jax.config.update in a module: a run needs {needed[0]!r}, so leave it out'
+      )
 
 
 def plugin_names(config: Config) -> dict[str, str]:

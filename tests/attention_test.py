@@ -214,6 +214,9 @@ class ChooseTest(parameterized.TestCase):
       ('gpu', 'gfx942', 'bfloat16', 128, (1024,), 'plain'),
       ('gpu', '10.0', 'float32', 128, (1024,), 'plain'),
       ('gpu', '8.0', 'bfloat16', 256, (1024,), 'plain'),
+      ('gpu', '9.0', 'bfloat16', 256, (1024,), 'cudnn'),
+      ('gpu', '10.0', 'bfloat16', 264, (1024,), 'plain'),
+      ('gpu', '12.0', 'bfloat16', 132, (1024,), 'plain'),
       ('cpu', '', 'bfloat16', 128, (1024,), 'plain'),
   )
   def test_auto_takes_what_can_run(self, platform, capability, dtype, width, lengths, expected):

@@ -9,6 +9,7 @@ import types as python_types
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import numpy as np
 
 from stppo_jax import components
@@ -23,6 +24,25 @@ from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import dense_test
 from tests.support import tiny_run
+
+
+class JaxSettingsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('jax_enable_x64', True),
+      ('jax_debug_nans', True),
+      ('jax_numpy_dtype_promotion', 'strict'),
+      ('jax_numpy_rank_promotion', 'raise'),
+      ('jax_transfer_guard', 'disallow'),
+  )
+  def test_setting_that_ends_a_run_is_named_at_start(self, name, value):
+    before = getattr(jax.config, name)
+    self.addCleanup(jax.config.update, name, before)
+    jax.config.update(name, value)
+    with self.assertRaisesRegex(UserError, f'{name}={value!r}, by the variable {name.upper()}'):
+      components.resolve(schema.Config())
+    jax.config.update(name, before)
+    components.resolve(schema.Config())
 
 
 class Game:

@@ -939,7 +939,14 @@ class RefusalTest(parameterized.TestCase):
     name = next(iter(tensors))
     second = safetensors.numpy.load_file(shards[1]) | {name: tensors[name]}
     safetensors.numpy.save_file(second, shards[1])
-    self.refuses(f'two files hold key {name}')
+    self.refuses(f'{shards[1].name} and another file hold key {name}', f'names {shards[0].name}')
+
+  def test_index_of_another_form(self):
+    self.shard()
+    index = self.folder / 'model.safetensors.index.json'
+    for weight_map in (None, [], 'model.safetensors', 3, {'model.norm.weight': 1}):
+      index.write_text(json.dumps({'weight_map': weight_map}), encoding='utf-8')
+      self.refuses('weight_map is', 'an object of file names is needed')
 
   def test_no_tokenizer(self):
     config, params = convert.load_hf(self.folder)

@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import types
 from unittest import mock
 
 from absl.testing import absltest
@@ -21,11 +22,13 @@ from stppo_jax.algorithms.variant import RowObjective
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import presets
+from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
 from stppo_jax.training import objective
 from stppo_jax.training import recovery
+from stppo_jax.training import run as run_lib
 from stppo_jax.types import UserError
 from tests.support import micro_run
 
@@ -374,6 +377,26 @@ class MakeVariantTest(parameterized.TestCase):
           },
           (),
       ),
+      (
+          {
+              'algorithm.variant': 'rloo',
+              'algorithm.dual_clip': 3.0,
+              'rollout.group_size': 4,
+              'train.mini_batch': 512,
+          },
+          ('dual_clip has no effect without a clipped ratio',),
+      ),
+      (
+          {
+              'algorithm.variant': 'rloo',
+              'algorithm.dual_clip': 3.0,
+              'algorithm.ratio': 'token',
+              'algorithm.surrogate': 'clip',
+              'rollout.group_size': 4,
+              'train.mini_batch': 512,
+          },
+          (),
+      ),
       ({'algorithm.gamma': 0.9, 'algorithm.lam': 0.9, 'algorithm.value_clip': 0.1}, ()),
       ({}, ()),
   )
@@ -389,6 +412,41 @@ class MakeVariantTest(parameterized.TestCase):
       learner.make_spec(*arguments)
     for word in words:
       self.assertIn(word, logs.output[0])
+
+  def test_models_of_a_run_have_one_attention(self):
+    """They share bins, so a kernel that one of them cannot use is used by none."""
+    config = schema.Config()
+    narrow = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], head_dim=128, dtype='bfloat16')
+    wide = dataclasses.replace(narrow, head_dim=256)
+    capped = dataclasses.replace(narrow, attention_softcap=50.0)
+    gpu = lambda capability: types.SimpleNamespace(
+        platform='gpu', device_kind='a gpu', compute_capability=capability
+    )
+    cases = (
+        ('9.0', (narrow, wide), 'cudnn'),
+        ('8.0', (narrow, wide), 'plain'),
+        ('8.0', (narrow, None), 'cudnn'),
+        ('9.0', (narrow, None, capped), 'plain'),
+        ('9.0', (wide, narrow, wide), 'cudnn'),
+    )
+    for capability, models, expected in cases:
+      with self.subTest(capability=capability, expected=expected):
+        given = learner._with_attention(config, gpu(capability), models)
+        self.assertEqual({model.attention for model in given if model}, {expected})
+        self.assertEqual([model is None for model in given], [m is None for m in models])
+    config.model.attention = 'cudnn'
+    with self.assertRaisesRegex(UserError, "attention='cudnn' needs heads of at most 128 channels"):
+      learner._with_attention(config, gpu('8.0'), (narrow, wide))
+
+  def test_capped_logits_are_refused_before_weights(self):
+    capped = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], logit_softcap=30.0)
+    with self.assertRaisesRegex(UserError, 'mean log-prob over the vocabulary.*caps its logits'):
+      vocabulary.check_linear(capped)
+    parts = mock.Mock(config=schema.Config(), tasks=[], held_out=[])
+    variant = mock.Mock(needs=('uniform',))
+    with mock.patch.object(prepare, 'load_shape', return_value=capped):
+      with self.assertRaisesRegex(UserError, 'choose another objective or model'):
+        run_lib.load_inputs(parts, variant)
 
   def test_actor_rate_decays_over_actor_steps(self):
     config = schema.Config()

@@ -126,6 +126,9 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertEqual([line['step'] for line in metrics.read_metrics(self.workdir)], [0])
     with open(os.path.join(self.workdir, metrics.FILE_NAME + '.old'), encoding='utf-8') as file:
       self.assertLen(file.readlines(), 3)
+    self._write_steps([0, 1])
+    self._write_steps([0], resume_step=-1)  # once more
+    self.assertContainsSubset(['metrics.jsonl.old', 'metrics.jsonl.old2'], os.listdir(self.workdir))
 
   def test_reserved_names_and_arrays_are_refused(self):
     with metrics.MetricsWriter(self.workdir) as writer:

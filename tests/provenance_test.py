@@ -38,6 +38,18 @@ class ProvenanceTest(absltest.TestCase):
     self.assertContainsSubset(['jax', 'jaxlib', 'numpy'], record['packages'])
     self.assertGreater(record['devices']['number'], 0)
 
+  def test_torn_line_is_left_out(self):
+    path = pathlib.Path(self.tmp, provenance.FILE_NAME)
+    for torn in ('', '{"git": {', '{"git": {}}\n', '[]\n'):
+      path.write_text(torn, encoding='utf-8')
+      self.assertEqual(provenance.newest(self.tmp), {})
+      provenance.record(self.tmp)
+      newest = provenance.newest(self.tmp)
+      self.assertContainsSubset(['jax'], newest['packages'])
+      with path.open('a', encoding='utf-8') as file:
+        file.write('{"git": ')  # the start after it was killed while it wrote
+      self.assertEqual(provenance.newest(self.tmp), newest)
+
   def test_commit_and_changes_of_a_repository(self):
     self.git('init', '-q')
     file = pathlib.Path(self.tmp, 'a')

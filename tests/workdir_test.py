@@ -46,6 +46,33 @@ class WorkdirTest(parameterized.TestCase):
     super().setUp()
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
+  def save_checkpoint(self):
+    os.makedirs(os.path.join(self.workdir, 'checkpoints', '2'))
+
+  def test_copied_checkpoints_belong_to_their_settings(self):
+    workdirs.claim(self.workdir, as_dict())
+    self.save_checkpoint()
+    os.remove(os.path.join(self.workdir, 'config.json'))  # only checkpoints/ was copied
+    with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'other' here."):
+      workdirs.claim(self.workdir, as_dict(corpus='other'))
+    workdirs.claim(self.workdir, as_dict())
+    self.assertEqual(workdirs.read_config(self.workdir)['data']['corpus'], '')
+
+  def test_checkpoints_without_settings_are_refused(self):
+    for make in (self.save_checkpoint, self.write_a_number):
+      make()
+      with self.assertRaisesRegex(UserError, 'no config.json that says of which one: restore it'):
+        workdirs.claim(self.workdir, as_dict())
+
+  def test_checkpoints_beside_another_config_are_refused(self):
+    workdirs.claim(self.workdir, as_dict())
+    self.save_checkpoint()
+    there = dataclasses.asdict(schema.Config(seed=7))
+    workdirs.write_whole(os.path.join(self.workdir, 'config.json'), json.dumps(there))
+    for seed in (0, 7):
+      with self.assertRaisesRegex(UserError, 'belongs to a run with another config: seed'):
+        workdirs.claim(self.workdir, dataclasses.asdict(schema.Config(seed=seed)))
+
   def write_a_number(self):
     with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
       pass

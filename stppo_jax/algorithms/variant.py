@@ -291,7 +291,7 @@ class Variant:
       0.5, "weight of the critic's loss on a shared trunk", at_least=0)
   old_logp: str = setting(
       'trainer', "log-probs that the ratio starts from: 'trainer' recomputes them, and the first "
-      "ratio is 1 (exactly on CPUs, up to rounding on GPUs); 'sampler' takes the sampler's",
+      "ratio is 1 up to rounding; 'sampler' takes the sampler's",
       allowed=('trainer', 'sampler'))
   rollout_is: str = setting(
       'none', "level of the importance weights from the sampler's log-probs to old_logp, see "

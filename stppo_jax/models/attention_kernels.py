@@ -55,12 +55,17 @@ def obstacle(
   if backend == 'cudnn':
     # NVIDIA's capability is '8.0' and so on; ROCm's is not a number.
     is_nvidia = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
-    if not is_nvidia or int(is_nvidia[1]) < 8:
+    generation = int(is_nvidia[1]) if is_nvidia else 0
+    most_channels = 256 if generation >= 9 else 128  # Hopper and later
+    if generation < 8:
       return f'needs an NVIDIA GPU of capability 8.0 or more, and this is {device.device_kind}'
     if dtype not in ('bfloat16', 'float16'):
       return f'computes in bfloat16 or float16, and config.model.dtype is {dtype}'
-    if head_dim % 8 or head_dim > 128:
-      return f'needs heads of at most 128 channels, a multiple of 8, and the model has {head_dim}'
+    if head_dim % 8 or head_dim > most_channels:
+      return (
+          f'needs heads of at most {most_channels} channels on this device, a multiple of 8, and '
+          f'the model has {head_dim}'
+      )
     if softcap:
       return f'needs scores without a cap, and the model has attention_softcap = {softcap}'
   return ''

@@ -441,7 +441,8 @@ def _training_layers(layers, config, x, ropes, segments, routes):
   """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation.
 
   Layers of several kinds are scanned in periods: a step of the scan applies one layer of each place
-  in the period. Layers after the last whole period are unrolled.
+  in the period. If the layers are no whole number of periods, a step applies one layer, and its
+  kind is chosen in the step. Layers of several shapes are then unrolled.
   """
   kinds = config.layer_kinds
 
@@ -450,7 +451,11 @@ def _training_layers(layers, config, x, ropes, segments, routes):
     x, _, routing = _apply(config, kind, layer, x, ropes, segments, chosen=layer_routes)
     return x, routing
 
-  scanned = config.scan_layers and not isinstance(layers, tuple)
+  period = _period(kinds)
+  is_whole = len(kinds) % period == 0
+  has_one_shape = all(len(_numbers(part, kinds)) == len(kinds) for part in layers)
+  can_scan = is_whole or has_one_shape
+  scanned = config.scan_layers and not isinstance(layers, tuple) and can_scan
   if config.remat != 'none':
     policies = {
         'full': jax.checkpoint_policies.nothing_saveable,
@@ -460,7 +465,8 @@ def _training_layers(layers, config, x, ropes, segments, routes):
     checkpoint: Any = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
   else:
     checkpoint = lambda function: function
-  apply_kind = {kind: checkpoint(functools.partial(apply_layer, kind)) for kind in kinds}
+  apply_kind = {kind: functools.partial(apply_layer, kind) for kind in kinds}
+  apply_kept = {kind: checkpoint(function) for kind, function in apply_kind.items()}
 
   def apply_in_turn(kinds, x, layers_and_routes):
     layers, routes = layers_and_routes
@@ -469,7 +475,7 @@ def _training_layers(layers, config, x, ropes, segments, routes):
       layer_routes = None
       if routes is not None:
         layer_routes = routes[l]
-      x, routing = apply_kind[kind](x, (_layer_of(layers, kinds, l), layer_routes))
+      x, routing = apply_kept[kind](x, (_layer_of(layers, kinds, l), layer_routes))
       routings.append(routing)
     return x, _stack(routings)
 
@@ -479,24 +485,27 @@ def _training_layers(layers, config, x, ropes, segments, routes):
       layer_routes = None
       if routes is not None:
         layer_routes = routes[l]
-      x, routing = apply_kind[kinds[l]](x, (layer, layer_routes))
+      x, routing = apply_kept[kinds[l]](x, (layer, layer_routes))
       routings.append(routing)
     return x, _stack(routings)
-  period = _period(kinds)
   if period == 1:
-    return jax.lax.scan(apply_kind[kinds[0]], x, (layers, routes))
+    return jax.lax.scan(apply_kept[kinds[0]], x, (layers, routes))
+  if not is_whole:
+    # Slices of the stacks would be copies of them, so a step applies one layer of any kind.
+    order = list(apply_kind)
+    numbers = np.array([order.index(kind) for kind in kinds], np.int32)
+
+    def apply_any(x, inputs):
+      number, layer_and_routes = inputs
+      return jax.lax.switch(number, list(apply_kind.values()), x, layer_and_routes)
+
+    return jax.lax.scan(checkpoint(apply_any), x, (numbers, (layers, routes)))
+
   num_periods = len(kinds) // period
-  split = num_periods * period
 
   def in_periods(part, stack):
     count = len(_numbers(part, kinds[:period]))
-    return jax.tree.map(
-        lambda w: w[: num_periods * count].reshape(num_periods, count, *w.shape[1:]), stack
-    )
-
-  def after_periods(part, stack):
-    count = len(_numbers(part, kinds[:split]))
-    return jax.tree.map(lambda w: w[count:], stack)
+    return jax.tree.map(lambda w: w.reshape(num_periods, count, *w.shape[1:]), stack)
 
   step = functools.partial(apply_in_turn, kinds[:period])
   stacks = (
@@ -504,13 +513,7 @@ def _training_layers(layers, config, x, ropes, segments, routes):
       in_periods('', routes),
   )
   x, routing = jax.lax.scan(step, x, stacks)
-  routing = jax.tree.map(lambda r: r.reshape(split, *r.shape[2:]), routing)
-  if split < len(kinds):
-    rest_layers = {part: after_periods(part, stack) for part, stack in layers.items()}
-    rest = (rest_layers, after_periods('', routes))
-    x, rest_routing = apply_in_turn(kinds[split:], x, rest)
-    routing = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), routing, rest_routing)
-  return x, routing
+  return x, jax.tree.map(lambda r: r.reshape(len(kinds), *r.shape[2:]), routing)
 
 
 def _period(kinds):

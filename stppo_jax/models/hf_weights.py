@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models.families import family as family_lib
@@ -107,6 +108,7 @@ def _open_tensors(stack, folder):
   single = folder / 'model.safetensors'
   index = folder / 'model.safetensors.index.json'
   paths = [single]
+  weight_map = {}
   if not single.is_file():
     if not index.is_file():
       raise UserError(
@@ -114,7 +116,7 @@ def _open_tensors(stack, folder):
           'model.safetensors.index.json; download them, or convert another format with '
           "transformers' save_pretrained"
       )
-    weight_map = hf_config.read_json(index).get('weight_map', {})
+    weight_map = _weight_map(index)
     names = sorted(set(weight_map.values()))
     if outside := [name for name in names if pathlib.Path(name).name != name]:
       raise UserError(
@@ -131,9 +133,25 @@ def _open_tensors(stack, folder):
       raise UserError(f'{path} is not a whole safetensors file ({error}); download it') from error
     repeated = tensors.keys() & set(file.keys())
     if repeated:
-      raise UserError(f'{folder}: two files hold {_some(sorted(repeated))}; remove one of them')
+      named = weight_map.get(min(repeated), '')
+      raise UserError(
+          f'{folder}: {path.name} and another file hold {_some(sorted(repeated))}; the index names '
+          f'{named} for it: remove it from the other one'
+      )
     tensors |= {name: file.get_slice(name) for name in file.keys()}
   return tensors
+
+
+def _weight_map(index):
+  """Returns {tensor: file} of an index. UserError: it is another JSON value."""
+  raw = hf_config.read_json(index)
+  weight_map = raw.get('weight_map')
+  if not types.is_of(weight_map, dict[str, str]):
+    raise UserError(
+        f'{index}: its weight_map is {types.shown(weight_map)}, and an object of file names is '
+        'needed; download it again'
+    )
+  return weight_map
 
 
 def _text_tensors(folder, tensors):
@@ -206,7 +224,7 @@ def _check_tensors(folder, tensors, entries):
     if dtype not in STORED:
       raise UserError(
           f'{folder}: {entry.name} is stored as {dtype}; allowed: {", ".join(STORED)}; '
-          'use a checkpoint that is not quantized'
+          f'{"convert it to F32" if dtype == "F64" else "use a checkpoint that is not quantized"}'
       )
     if entry.path == family_lib.ABSENT and tensor[:].any():
       raise UserError(

@@ -9,6 +9,15 @@ from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
 
+def check_linear(config: decoder.ModelConfig) -> None:
+  """Raises a UserError if the model caps its logits, which are then not linear in the states."""
+  if config.logit_softcap:
+    raise UserError(
+        'this objective needs the mean log-prob over the vocabulary, and the model caps its logits '
+        f'(final_logit_softcapping = {config.logit_softcap}): choose another objective or model'
+    )
+
+
 def uniform_logp(
     params: decoder.Params,
     config: decoder.ModelConfig,
@@ -22,13 +31,9 @@ def uniform_logp(
   mean_a log pi(a) = log pi(token) + (mean_a z_a - z_token) / temperature
 
   The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
-  are computed. Column 0 is 0. UserError: the model caps its logits, which are then not linear.
+  are computed. Column 0 is 0. UserError: see `check_linear`.
   """
-  if config.logit_softcap:
-    raise UserError(
-        'this objective needs the mean log-prob over the vocabulary, and the model caps its logits '
-        f'(final_logit_softcapping = {config.logit_softcap}): choose another objective or model'
-    )
+  check_linear(config)
   head = decoder.head_rows(params, config)
   mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
   own_rows = head[tokens].astype(config.dtype)

@@ -22,6 +22,7 @@ metric_names.py has the meaning of each metric.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import datetime
+import itertools
 import json
 import math
 import os
@@ -215,11 +216,12 @@ def _truncate(path, resume_step):
   """
   lines = read_metrics(os.path.dirname(path))
   if resume_step < 0 and any(line['step'] for line in lines):
-    os.replace(path, path + '.old')
+    old = _unused(path + '.old')
+    os.replace(path, old)
     logging.warning(
-        'no checkpoint: the run starts again; the %d lines of its metrics are now in %s.old',
+        'no checkpoint: the run starts again; the %d lines of its metrics are now in %s',
         len(lines),
-        path,
+        old,
     )
     return [], -1
   kept = [line for line in lines if line['step'] <= resume_step]
@@ -228,6 +230,15 @@ def _truncate(path, resume_step):
       file.write(json.dumps(line) + '\n')
   os.replace(path + '.tmp', path)
   return kept, max((line['step'] for line in lines), default=-1)
+
+
+def _unused(path):
+  """Returns a path, with a number at its end if there is such a file."""
+  name = path
+  for number in itertools.count(2):
+    if not os.path.exists(name):
+      return name
+    name = f'{path}{number}'
 
 
 def _numbers(line):

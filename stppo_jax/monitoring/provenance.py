@@ -1,5 +1,6 @@
 """The provenance of a folder: the code, packages, devices and command that wrote it."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -19,18 +20,24 @@ _GIT_S = 10.0  # time limit of a git command
 
 def record(folder: str) -> None:
   """Appends a line to provenance.jsonl in a folder that a command starts to write to."""
-  with open(os.path.join(folder, FILE_NAME), 'a', encoding='utf-8') as file:
-    file.write(json.dumps(collect()) + '\n')
+  with open(os.path.join(folder, FILE_NAME), 'ab+') as file:
+    file.seek(0)
+    is_torn = not (b'\n' + file.read()).endswith(b'\n')  # by a start that was killed
+    file.write(b'\n' * is_torn + json.dumps(collect()).encode() + b'\n')
 
 
 def newest(folder: str) -> dict[str, Any]:
-  """Returns code, packages and devices of the last start; {} in a folder of an older version."""
+  """Returns code, packages and devices of the last start that a whole line describes, or {}."""
   path = os.path.join(folder, FILE_NAME)
   if not os.path.exists(path):
     return {}
-  with open(path, encoding='utf-8') as file:
-    line = json.loads(file.readlines()[-1])
-  return {name: line[name] for name in ('git', 'python', 'packages', 'devices')}
+  with open(path, 'rb') as file:
+    lines = file.readlines()
+  for line in reversed(lines):
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+      start = json.loads(line)
+      return {name: start[name] for name in ('git', 'python', 'packages', 'devices')}
+  return {}
 
 
 def collect() -> dict[str, Any]:

@@ -77,7 +77,8 @@ def claim(
 ) -> None:
   """Writes config.json into `workdir`, or checks that the existing one is the same.
 
-  A folder without metrics and checkpoints may be reused, for example after a run that stopped at a
+  The folder of checkpoints has a copy, which is checked too: checkpoints may be copied alone. A
+  folder without metrics and checkpoints may be reused, for example after a run that stopped at a
   wrong path.
 
   Args:
@@ -88,22 +89,36 @@ def claim(
     objective: the resolved objective, which the config only names.
     accepts_changes: whether the sources of plug-ins may have changed.
   """
-  path = os.path.join(workdir, 'config.json')
   record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
   record = _as_json(record)
-  if not _has_begun(workdir):
-    write_whole(path, json.dumps(record, indent=2))
-    return
+  if _has_begun(workdir):
+    saved = [read_config(folder) for folder in (workdir, _checkpoints(workdir))]
+    if not any(saved):
+      raise UserError(
+          f'--workdir={workdir!r} holds metrics or checkpoints of a run, and no config.json that '
+          'says of which one: restore it, or give another --workdir'
+      )
+    for config_there in filter(None, saved):
+      _check_same_run(workdir, config_there, record, may_change, accepts_changes)
+      if 'train_questions' in config_there:
+        record['train_questions'] = config_there['train_questions']
+  os.makedirs(_checkpoints(workdir), exist_ok=True)
+  for folder in (workdir, _checkpoints(workdir)):
+    write_whole(os.path.join(folder, 'config.json'), json.dumps(record, indent=2))
 
-  saved = read_config(workdir)
+
+def _check_same_run(workdir, saved, record, may_change, accepts_changes):
+  """Raises a UserError unless a saved config is the one of the run that starts."""
   _check_same_sampler(workdir, saved, record)
-  different = differences(workdir, config)
+  there = flatten(_settings(saved))
+  here = flatten(_settings(record))
+  different = _different(here.keys() | there.keys(), there, here)
   if texts := [text for name, text in different.items() if name not in may_change]:
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with another config: {enumerate_first(texts)}. '
         'Give another --workdir, or the same config'
     )
-  for field in changed_plugins(workdir, digests or {}):
+  for field in _changed_plugins(saved, record['plugins']):
     changed = f'what config.{field}={flatten(record)[field]!r} names has changed'
     if not accepts_changes:
       raise UserError(
@@ -120,9 +135,6 @@ def claim(
         f'name: {enumerate_first(different.values())}. Give another --workdir, or the former '
         'variant'
     )
-  if 'train_questions' in saved:
-    record['train_questions'] = saved['train_questions']
-  write_whole(path, json.dumps(record, indent=2))
 
 
 def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) -> None:
@@ -150,7 +162,11 @@ def read_config(workdir: str) -> dict[str, Any]:
 
 def read_settings(workdir: str) -> dict[str, Any]:
   """Returns the settings in config.json, as nested dicts, without what a run adds to them."""
-  return {name: value for name, value in read_config(workdir).items() if name not in RECORDED}
+  return _settings(read_config(workdir))
+
+
+def _settings(record):
+  return {name: value for name, value in record.items() if name not in RECORDED}
 
 
 def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
@@ -179,8 +195,12 @@ def enumerate_first(texts: Iterable[str]) -> str:
 
 def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
   """Returns the settings whose plug-in had another source when `workdir` was claimed."""
-  saved = read_config(workdir).get('plugins', {})
-  return [field for field, digest in digests.items() if saved.get(field, digest) != digest]
+  return _changed_plugins(read_config(workdir), digests)
+
+
+def _changed_plugins(saved, digests):
+  there = saved.get('plugins', {})
+  return [field for field, digest in digests.items() if there.get(field, digest) != digest]
 
 
 def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -199,12 +219,14 @@ def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[st
 
 
 def _has_begun(workdir: str) -> bool:
-  """Returns whether a run has written numbers or checkpoints next to config.json."""
-  if not os.path.exists(os.path.join(workdir, 'config.json')):
-    return False
-  checkpoints = os.path.join(workdir, 'checkpoints')
+  """Returns whether a run has written numbers or checkpoints."""
+  checkpoints = _checkpoints(workdir)
   names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
   return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or any(map(str.isdigit, names))
+
+
+def _checkpoints(workdir):
+  return os.path.join(workdir, 'checkpoints')
 
 
 def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -381,10 +381,30 @@ def complete(
     config = dataclasses.replace(config, model=options)
     model, teacher = load_model(config, 'tokens', folder, memory_kind)
     frozen = dataclasses.replace(frozen, teacher=teacher)
-    # It uses the actor's bins, and so its attention.
-    model = dataclasses.replace(model, attention=spec.actor.attention)
-    spec = dataclasses.replace(spec, teacher=model)
+    actor, critic, teacher = _with_attention(config, device, (spec.actor, spec.critic, model))
+    spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
   return spec, frozen
+
+
+def _with_attention(config, device, models):
+  """Returns the models, of which some may be None, with the attention that all of them can run.
+
+  They use the same bins, so a kernel that one of them cannot use is used by none.
+  """
+  chosen = {
+      attention.choose(
+          config.model.attention,
+          device,
+          model.dtype,
+          model.head_dim,
+          config.train.length_buckets,
+          model.attention_softcap,
+      )
+      for model in models
+      if model is not None
+  }
+  backend = chosen.pop() if len(chosen) == 1 else 'plain'
+  return [model and dataclasses.replace(model, attention=backend) for model in models]
 
 
 def on_host(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
@@ -414,18 +434,7 @@ def make_spec(
 ) -> state_lib.Spec:
   """Builds the static part of the compiled functions, for the kind of device that they run on."""
   train = config.train
-  backend = attention.choose(
-      config.model.attention,
-      device,
-      model.dtype,
-      model.head_dim,
-      train.length_buckets,
-      model.attention_softcap,
-  )
-  actor = dataclasses.replace(model, attention=backend)
-  critic = None
-  if critic_model is not None:
-    critic = dataclasses.replace(critic_model, attention=backend)
+  actor, critic = _with_attention(config, device, (model, critic_model))
   routing_replay = config.rollout.routing_replay
   if routing_replay != 'none' and not model.num_experts:
     routing_replay = 'none'

@@ -57,6 +57,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
         lambda v: v.value_loss == 'hl_gauss',
     ),
     ('clip_low clip_high', 'a clipped ratio', lambda v: _clips(v) or _has_function(v)),
+    ('dual_clip', 'a clipped ratio', lambda v: _clips(v) or _has_function(v) or not v.dual_clip),
     (
         'beta',
         'surrogate=square or an objective of pairs',

@@ -26,6 +26,7 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
+from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -122,6 +123,8 @@ def load_inputs(parts: Components, variant: Variant) -> None:
   if config.teacher.folder:
     prepare.check_teacher(config, tokenizer)
     prepare.check_weights(config, 'tokens', config.teacher.folder)
+  if 'uniform' in variant.needs:
+    vocabulary.check_linear(prepare.load_shape(config))
   head, critic_head = learner_lib.model_heads(config, variant)
   prepare.check_weights(config, head, None, variant.value_labels)
   if critic_head:
@@ -424,7 +427,8 @@ class Run:
     with self.timing('wait'):
       number = n + self.progress.skipped_batches
       self.sampled = self.pipeline.take(self.learners.start_actor, number)
-      return self.sampled
+    components.check_jax()  # the code of users has run
+    return self.sampled
 
   def measure(
       self, n: int, sampled: batching.Sampled, policy_updates: Sequence[summary.PolicyUpdate]
