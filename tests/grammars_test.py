@@ -1,6 +1,7 @@
 """Answers that follow a JSON schema or must call a tool, with the library that masks tokens."""
 
 from concurrent import futures
+import functools
 import importlib.util
 import json
 from unittest import mock
@@ -38,6 +39,141 @@ JSON_TEXT = {
 needs_library = absltest.skipIf(
     importlib.util.find_spec('llguidance') is None, 'llguidance is not installed'
 )
+
+
+DEFS = {'mode': {'enum': ['asc', 'desc']}, 'size': {'type': 'integer', 'minimum': 0}}
+TEXT = {'type': 'string'}
+# Schemas of a parameter.
+PARAMETERS = (
+    TEXT,
+    {},
+    True,
+    {'type': ['string', 'null']},
+    {'anyOf': [TEXT, {'type': 'null'}]},
+    {'anyOf': [{'type': 'string', 'enum': ['asc', 'desc']}, {'type': 'null'}]},
+    {'anyOf': [{'$ref': '#/$defs/mode'}, {'type': 'null'}], 'default': None},
+    {'allOf': [{'$ref': '#/$defs/mode'}], 'description': 'An order.'},
+    {'allOf': [TEXT, {'minLength': 2}, {'maxLength': 4}]},
+    {'$ref': '#/$defs/mode'},
+    {'$ref': '#/$defs/size'},
+    {'const': 'x y'},
+    {'const': 5},
+    {'const': None},
+    {'enum': ['a', 1, None, True]},
+    {'enum': [1, 2]},
+    {'enum': ['null', 'b', 'two\nlines', ' c ', '"q"']},
+    {'type': ['string', 'null'], 'enum': ['a', 'null']},
+    {'type': ['string', 'integer']},
+    {'anyOf': [TEXT, {'type': 'integer'}]},
+    {'anyOf': [{'type': 'integer'}, {'type': 'null'}]},
+    {'oneOf': [{'const': 'a'}, {'type': 'string', 'minLength': 3, 'maxLength': 5}]},
+    {'oneOf': [{'type': 'string', 'maxLength': 3}, {'type': 'string', 'minLength': 2}]},
+    {'oneOf': [TEXT, {'type': 'null'}]},
+    {'type': 'string', 'pattern': '^[A-Z]{2}[0-9]{2}$'},
+    {'type': 'string', 'pattern': 'a/b|^c', 'maxLength': 12},
+    {'type': 'string', 'maxLength': 3},
+    {'type': 'string', 'minLength': 9},
+    {'type': 'string', 'format': 'date'},
+    {'type': 'string', 'format': 'date-time'},
+    {'type': 'string', 'format': 'uuid'},
+    {'type': ['string', 'null'], 'format': 'ipv4'},
+    {'type': 'string', 'not': {'enum': ['a', 'b']}, 'maxLength': 1},
+    {'type': 'boolean'},
+    {'type': 'number'},
+    {'type': 'null'},
+    {'type': 'array', 'items': TEXT, 'maxItems': 2},
+    {'type': 'array', 'items': {'$ref': '#/$defs/mode'}, 'minItems': 1, 'maxItems': 2},
+    {'type': 'object', 'properties': {'a': TEXT}, 'required': ['a'], 'additionalProperties': False},
+    {'type': 'object', 'additionalProperties': {'type': 'integer'}, 'maxProperties': 2},
+    {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]},
+    {'type': 'string', 'title': 'T', 'x-other': 3, 'examples': ['e'], 'contentEncoding': 'base64'},
+)
+# Schemas of all parameters, and schemas of one that no text can follow.
+OBJECTS = (
+    {'$ref': '#/$defs/all', '$defs': {'all': {'properties': {'q': TEXT}, 'required': ['q']}}},
+    {'properties': {'q': TEXT}, 'anyOf': [{'required': ['q']}]},
+    {'properties': {'a': TEXT, 'b': TEXT}, 'dependentRequired': {'a': ['b']}},
+    {'properties': {'a': TEXT}, 'if': {'required': ['a']}, 'then': {'maxProperties': 1}},
+    {'properties': ['q']},
+    {'properties': {'q': None}},
+    {'properties': {'q': 'text'}},
+    {'properties': {'q': False}},
+    {'properties': {'q': False}, 'required': ['q']},
+    {'properties': {'q': TEXT, 'r': False}, 'required': ['q']},
+    {'properties': {'q': TEXT}, 'required': 'q'},
+    {'properties': {'q': TEXT}, 'required': ['r'], 'additionalProperties': False},
+    {'properties': {'q': TEXT}, 'additionalProperties': {'type': 'integer'}, 'required': ['q']},
+    {'additionalProperties': {'type': 'integer'}, 'maxProperties': 2},
+    {'properties': {'q': TEXT}, 'const': {'q': 'a'}},
+    {'properties': {'q': TEXT}, 'enum': [{'q': 'a'}]},
+    {'type': 'array'},
+    {'properties': {'s': TEXT}, 'patternProperties': {'^s$': {}}, 'additionalProperties': False},
+    {'properties': {'q': {'type': 'string', 'format': 'no-such-format'}}},
+    {'properties': {'q': {'type': 'string', 'pattern': '(?=a)b'}}},
+    {'properties': {'q': {'type': 'string', 'pattern': '['}}},
+    {'properties': {'q': {'type': 'string', 'pattern': 5}}},
+    {'properties': {'q': {'type': 'string', 'pattern': '^a$', 'minLength': 3}}, 'required': ['q']},
+    {'properties': {'q': {'enum': []}}, 'required': ['q']},
+    {'properties': {'q': {'enum': 'ab'}}, 'required': ['q']},
+    {'properties': {'q': {'anyOf': 'ab'}}, 'required': ['q']},
+    {'properties': {'q': {'$ref': '#/$defs/none'}}, 'required': ['q']},
+    {'properties': {'q': {'$ref': 5}}, 'required': ['q']},
+    {'properties': {'q': {'$ref': '#/properties/q'}}, 'required': ['q']},
+    {'properties': {'q': {'type': 'string', 'maxLength': 'x'}}, 'required': ['q']},
+    {'properties': {'q<': TEXT}, 'required': ['q<']},
+    {'properties': {f'p{i}': TEXT for i in range(3)}, 'required': ['p1']},
+    {'$ref': '#/$defs/none'},
+    {'$ref': '#'},
+)
+
+
+@functools.cache
+def vocabulary():
+  """Returns (texts of the tokens, whether each is plain, whether each may end a text)."""
+  pieces = chat.load_tokenizer(prepare.EMBEDDED_MODEL).token_bytes
+  plain = np.array([piece.isascii() and piece.isalnum() for piece in pieces])
+  ends = np.array([piece[:1] in (b'"', b'}', b']') for piece in pieces])
+  return pieces, plain, ends
+
+
+def walk(grammar, seed, start, end):
+  """Returns a random text from `start` that a grammar admits; None: it is too long."""
+  rng = np.random.default_rng(seed)
+  tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
+  pieces, plain, ends = vocabulary()
+  matcher = GRAMMARS().start(grammar)
+  num_bytes = -(-tokenizer.vocab_size // 8)
+  ids = tokenizer.encode(start)
+  for token in ids:
+    matcher.add(token)
+  written = b''  # of the end
+  for step in range(120):
+    bits = np.unpackbits(matcher.allowed(num_bytes), bitorder='little')[: tokenizer.vocab_size]
+    assert not matcher.error, matcher.error
+    allowed = bits.astype(bool)
+    if allowed[list(tokenizer.eos_ids)].any():
+      return tokenizer.decode(ids)
+    assert allowed.any(), 'no token is allowed'
+    token = None
+    if step > 3 * (seed + 1):  # towards the end
+      left = end.encode()[len(written) :]
+      closing = [t for t in np.flatnonzero(allowed) if pieces[t] and left.startswith(pieces[t])]
+      token = max(closing, key=lambda t: len(pieces[t]), default=None)
+      written = written + pieces[token] if token is not None else b''
+      if token is None and (allowed & ends).any() and rng.random() < 0.6:
+        allowed &= ends
+    if token is None:
+      if (allowed & plain).any() and rng.random() < 0.7:
+        allowed &= plain
+      token = int(rng.choice(np.flatnonzero(allowed)))
+    ids.append(int(token))
+    matcher.add(int(token))
+  return None
+
+
+@functools.cache
+def GRAMMARS():
+  return grammars.Grammars(chat.load_tokenizer(prepare.EMBEDDED_MODEL))
 
 
 def accepts(grammar, text):
@@ -89,6 +225,80 @@ class GrammarTest(parameterized.TestCase):
     self.assertTrue(accepts(grammar, '<say>x</say>'))
     self.assertTrue(accepts(grammar, '{"city": "Rome", "is_large": true}'))
     self.assertFalse(accepts(grammar, '{"city": "Bonn", "is_large": true}'))
+
+
+@needs_library
+class SchemaTest(parameterized.TestCase):
+
+  def check(self, form, parameters, num_walks=2):
+    """The form reads what the grammar admits, as values of the schema. Returns how much ended."""
+    function = {'name': 'find', 'parameters': parameters}
+    grammar = GRAMMARS().of_answer(form, [function], None, has_several=False)
+    reader = tool_calls.make_form(form, [{'type': 'function', 'function': function}])
+    start = {'tags': '<find>', 'llama3': '{'}.get(form, '<tool_call>')
+    end = {'tags': '</find>', 'qwen_xml': '\n</parameter>\n'}.get(form, '"}')
+    if form == 'tags' and not tool_calls.text_parameter(function):
+      end = '"}'
+    num_ended = 0
+    for seed in range(num_walks):
+      text = walk(grammar, seed, start, end)
+      if text is None:
+        continue
+      num_ended += 1
+      _, calls = reader.parse(text)
+      self.assertLen(calls, 1, text)
+      self.assertEqual((calls[0].name, calls[0].error), ('find', ''), text)
+      if parameters.get('$ref') != '#':
+        checker = jsonschema.FormatChecker(['date', 'ipv4'])
+        jsonschema.validate(calls[0].arguments, parameters, format_checker=checker)
+    return num_ended
+
+  @parameterized.product(form=sorted(tool_calls.FORMS), schema=PARAMETERS)
+  def test_form_reads_what_grammar_admits(self, form, schema):
+    parameters = {'type': 'object', 'properties': {'q': schema}, 'required': ['q'], '$defs': DEFS}
+    try:
+      num_ended = self.check(form, parameters)
+    except ValueError as error:  # of the library, for texts in quotes
+      self.assertRegex(str(error), 'not supported.*(oneOf|not|[Uu]nsatisf)')
+      self.assertNotEqual(form, 'qwen_xml')
+      return
+    self.assertGreater(num_ended, 0)
+
+  @parameterized.product(form=sorted(tool_calls.FORMS), parameters=OBJECTS)
+  def test_odd_schema_is_followed_or_one_line(self, form, parameters):
+    try:
+      self.assertGreater(self.check(form, {'type': 'object', **parameters}), 0)
+    except ValueError as error:
+      self.assertRegex(str(error), 'schema|name|format|pattern|length|list|property|refer')
+      self.assertLess(len(str(error)), 500)
+
+  @parameterized.parameters(
+      ({'type': 'string', 'pattern': '^[A-Z]{2}[0-9]{2}$'}, 'AB12', 'hello'),
+      ({'type': 'string', 'maxLength': 3}, 'abc', 'hello'),
+      ({'type': 'string', 'minLength': 6}, 'hello you', 'hello'),
+      ({'type': 'string', 'format': 'date'}, '2024-02-28', 'hello'),
+      ({'anyOf': [{'type': 'string', 'enum': ['asc', 'desc']}, {'type': 'null'}]}, 'asc', '"asc"'),
+      ({'anyOf': [TEXT, {'type': 'null'}], 'maxLength': 4}, 'null', 'hello'),
+      ({'const': 'asc'}, 'asc', '"asc"'),
+  )
+  def test_texts_stand_without_quotes(self, schema, right, wrong):
+    parameters = {'type': 'object', 'properties': {'q': schema}, 'required': ['q']}
+    function = {'name': 'find', 'parameters': parameters}
+    for form in ('qwen_xml', 'tags'):
+      grammar = GRAMMARS().of_answer(form, [function], None, has_several=False)
+      reader = tool_calls.make_form(form, [{'type': 'function', 'function': function}])
+      value = None if right == 'null' else right
+      text = reader.write(tool_calls.Call('find', {'q': value}))
+      self.assertTrue(accepts(grammar, text), text)
+      self.assertEqual(reader.parse(text)[1][0].arguments, {'q': value})
+      self.assertFalse(accepts(grammar, text.replace(right, wrong)))
+
+  def test_grammar_without_end_is_an_error(self):
+    with self.assertRaisesRegex(ValueError, 'patternProperties.*property .s.'):
+      parameters = OBJECTS[17]
+      GRAMMARS().of_answer('hermes', [{'name': 'f', 'parameters': parameters}], None, False)
+    with self.assertRaisesRegex(ValueError, 'patternProperties'):
+      GRAMMARS().of_schema({'type': 'object', **OBJECTS[17]})
 
 
 @needs_library
@@ -175,6 +385,26 @@ class ServedTest(parameterized.TestCase):
     answer = self.ask(**fields)
     self.assertEqual(answer.status_code, 400)
     self.assertIn(message, answer.json()['error']['message'])
+
+  @parameterized.parameters(*tool_calls.FORMS)
+  def test_odd_schema_is_no_server_error(self, form):
+    with gateway_test.running(tool_form=form) as server:
+      for parameters in (*OBJECTS, {'properties': {'q': True}}, {'properties': {'q': False}}):
+        tool = {'type': 'function', 'function': {'name': 'find', 'parameters': parameters}}
+        fields = {'tools': [tool], 'tool_choice': 'required', 'max_tokens': 2}
+        answer = gateway_test.post(server, ASKED | fields)
+        self.assertIn(answer.status_code, (200, 400), answer.text)
+
+  def test_grammar_that_stops_in_the_middle_is_an_error_of_the_schema(self):
+    error = 'x' * 5000
+    with (
+        mock.patch.object(grammars.Matcher, 'error', error),
+        self.assertLogs(level='WARNING') as logs,
+    ):
+      answer = self.ask(**JSON_TEXT['chat'])
+    self.assertEqual(answer.status_code, 400, answer.text)
+    self.assertIn('schema', answer.json()['error']['message'])
+    self.assertLess(max(map(len, logs.output)), 500)
 
   def test_other_requests_are_sampled_as_before(self):
     """A masked row changes no other row of its call."""

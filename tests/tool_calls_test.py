@@ -156,7 +156,6 @@ class ParseTest(parameterized.TestCase):
       ('hermes', '<tool_call>' + '1' * 10**5, 'not JSON'),
       ('qwen_xml', '<tool_call>{"name": "now"}</tool_call>', 'is needed: {"name"'),
       ('qwen_xml', XML_SUM[:60], 'is missing'),
-      ('qwen_xml', XML_SUM.replace('</function>\n', ''), 'is missing'),
       ('qwen_xml', '<tool_call></tool_call>', 'without a <function=NAME>'),
       ('llama3', '{"name": "add", "parameters": {"a": 1', 'not JSON'),
       ('llama3', '<|python_tag|>print(1)', 'not JSON'),
@@ -209,6 +208,54 @@ class ParseTest(parameterized.TestCase):
     form = tool_calls.make_form('tags', (schema('think', thought='string'),))
     call = Call('think', {'thought': 'it is'})
     self.assertEqual(form.parse('<think>it is</think>'), ('', (call,)))
+
+  @parameterized.parameters(
+      '</parameter>\n', '</function>\n', '</parameter>\n</function>\n', '\n</parameter>'
+  )
+  def test_closing_tags_of_xml_may_be_missing(self, missing):
+    def write(*calls):
+      form = tool_calls.make_form('qwen_xml', TOOLS)
+      return '\n'.join(form.write(call).replace(missing, '') for call in calls)
+
+    paris = Call('search', {'query': 'Paris\nand its river'})
+    for calls in ((paris,), (SUM,), (paris, SUM), (SUM, paris)):
+      self.assertEqual(parse('qwen_xml', write(*calls))[1], calls)
+    together = write(paris, SUM).replace('\n</tool_call>\n<tool_call>', '')
+    self.assertEqual(parse('qwen_xml', together)[1], (paris, SUM))
+
+  def test_cut_xml_call_is_malformed(self):
+    """A limit may have cut a value whose closing tags are missing."""
+    text = '<tool_call>\n<function=search>\n<parameter=query>\nParis and'
+    for end in ('', '\n', '\n</parameter>', '\n</parameter>\n'):
+      _, (call,) = parse('qwen_xml', text + end)
+      self.assertIn('is missing', call.error)
+
+  @parameterized.parameters(
+      '</tool_call>', '</function>', '<function=add>', '</tool_call></function>'
+  )
+  def test_tags_in_xml_value_are_text(self, tag):
+    call = Call('search', {'query': f'What is {tag} there?'})
+    text = tool_calls.make_form('qwen_xml', TOOLS).write(call)
+    self.assertEqual(parse('qwen_xml', text)[1], (call,))
+
+  @parameterized.parameters(
+      ('array', "['a', 'b']", ['a', 'b']),
+      ('object', "{'a': True, 'b': None}", {'a': True, 'b': None}),
+      ('array', "[('a', 1)]", [['a', 1]]),
+      ('array', '["a", null]', ['a', None]),
+      ('array', "['a', null]", "['a', null]"),
+      ('array', "[open('x')]", "[open('x')]"),
+      ('array', '[' * 5000, '[' * 5000),
+      ('object', '{' + '-' * 5000 + '1}', '{' + '-' * 5000 + '1}'),
+      ('string', "['a', 'b']", "['a', 'b']"),
+      (['array', 'null'], 'None', None),
+  )
+  def test_literals_of_python_are_values(self, kind, text, value):
+    tool = {'name': 'f', 'parameters': {'type': 'object', 'properties': {'x': {'type': kind}}}}
+    form = tool_calls.make_form('qwen_xml', [{'type': 'function', 'function': tool}])
+    body = f'<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>'
+    (call,) = form.parse(f'<tool_call>\n{body}\n</tool_call>')[1]
+    self.assertEqual(call.arguments, {'x': value})
 
   @parameterized.parameters(
       ('string', '1', '1'),

@@ -14,10 +14,12 @@ described by JSON schemas as chat templates take them: {"type": "function", "fun
 "description", "parameters": {"properties", "required", ..}}}.
 """
 
+import ast
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -175,10 +177,14 @@ class QwenXml(Form):
 
   def parse(self, text: str, in_thought: bool = False) -> Parsed:
     """Returns (content, calls). The model may have left out a tag around the functions."""
-    content, calls = _parse_blocks(text, 'tool_call', self._read, in_thought, may_be_open=True)
+    content, calls = _parse_blocks(
+        text, 'tool_call', self._read, in_thought, may_be_open=True, read_gaps=self._read_gaps
+    )
     if not calls:
       functions = r'function(?:=[^<>\n]+)?'
-      content, calls = _parse_blocks(text, functions, self._read_function, in_thought)
+      read = self._read_function
+      read_gaps = functools.partial(read, has_gaps=True)
+      content, calls = _parse_blocks(text, functions, read, in_thought, read_gaps=read_gaps)
       if calls:
         content = content.removesuffix('</tool_call>').rstrip()
     return content, calls
@@ -195,34 +201,45 @@ class QwenXml(Form):
       lines += [f'<parameter={name}>', value, '</parameter>']
     return '\n'.join([*lines, '</function>', '</tool_call>'])
 
-  def _read_function(self, name: str, body: str) -> Calls:
-    return self._read('', f'<{name}>{body}</function>')
+  def _read_function(self, name: str, body: str, has_gaps: bool = False) -> Calls:
+    return self._read('', f'<{name}>{body}</function>', has_gaps)
 
-  def _read(self, unused_tag: str, body: str) -> Calls:
-    """Returns the calls of the functions in a block."""
+  def _read_gaps(self, tag: str, body: str) -> Calls:
+    return self._read(tag, body, has_gaps=True)
+
+  def _read(self, unused_tag: str, body: str, has_gaps: bool = False) -> Calls:
+    """Returns the calls of the functions in a block. With `has_gaps` it may lack closing tags."""
     calls: list[Call] = []
     end = _skip_space(body, 0)
     while end < len(body):
-      call, end = self._read_one(body, end)
+      call, end = self._read_one(body, end, has_gaps)
       calls.append(call)
       if call.error:
         break
       end = _skip_space(body, end)
     return tuple(calls) or (Call('', {}, 'a block without a <function=NAME>'),)
 
-  def _read_one(self, body: str, start: int) -> tuple[Call, int]:
+  def _read_one(self, body: str, start: int, has_gaps: bool) -> tuple[Call, int]:
     """Returns the call that begins at a position, and its end."""
     name, end = _read_tag(body, start, 'function')
     if not name:
       return Call('', {}, f'<function=NAME> is needed: {_show(body[start:])}'), end
-    schemas = properties(self._functions.get(name, {}))
-    root = _parameters(self._functions.get(name, {}))
+    function = self._functions.get(name, {})
+    schemas = properties(function)
+    root = schema_root(function)
     arguments: dict[str, Any] = {}
     while True:
       end = _skip_space(body, end)
       if body.startswith('</function>', end):
         return Call(name, arguments), end + len('</function>')
+      if has_gaps and (end == len(body) or body.startswith('<function=', end)):
+        return Call(name, arguments), end
       parameter, value_start = _read_tag(body, end, 'parameter')
+      if parameter and has_gaps:
+        value_end, end = _end_of_value(body, value_start)
+        value = body[value_start:value_end].removeprefix('\n').removesuffix('\n')
+        arguments[parameter] = _typed(value, schemas.get(parameter), root)
+        continue
       close = body.find('</parameter>', value_start)
       if not parameter or close < 0:
         error = f'</parameter> or </function> is missing: {_show(body[end:])}'
@@ -233,7 +250,15 @@ class QwenXml(Form):
         close = next_tag
         end = next_tag
       value = body[value_start:close].removeprefix('\n').removesuffix('\n')
-      arguments[parameter] = _typed(value, _types(schemas.get(parameter), root))
+      arguments[parameter] = _typed(value, schemas.get(parameter), root)
+
+
+def _end_of_value(body: str, start: int) -> tuple[int, int]:
+  """Returns the end of a value whose closing tag may be missing, and where the text goes on."""
+  match = _VALUE_END.search(body, start)
+  if match is None:
+    return len(body), len(body)
+  return match.start(), match.end() if match[0] == '</parameter>' else match.start()
 
 
 class Llama3(Form):
@@ -296,8 +321,8 @@ class Tags(Form):
     """Returns the tags of a call. Arguments that are a text, as a client may send, stay a text."""
     parameter = self._only_parameter(call.name)
     body: Any = call.arguments
-    if parameter and isinstance(body, dict):
-      body = body.get(parameter)
+    if parameter and isinstance(body, dict) and parameter in body:
+      body = 'null' if body[parameter] is None else body[parameter]
     if not isinstance(body, str):
       body = json.dumps(call.arguments, ensure_ascii=False)
     return f'<{call.name}>{body}</{call.name}>'
@@ -316,26 +341,23 @@ class Tags(Form):
 
   def _only_parameter(self, name: str) -> str:
     """Returns the name of the parameter that takes the text between the tags; '': there is none."""
-    parameters = properties(self._functions.get(name, {}))
-    if len(parameters) != 1:
-      return ''
-    ((parameter, schema),) = parameters.items()
-    takes_text = _types(schema, _parameters(self._functions[name])) <= {'string', 'null'}
-    return parameter if takes_text else ''
+    return text_parameter(self._functions.get(name, {}))
 
   def _read(self, name: str, body: str) -> Calls:
     """Returns the call between the tags of a tool."""
     if parameter := self._only_parameter(name):
       if thoughts.CLOSE in body and thoughts.owns_tags(self.stop_strings):
         return (Call(name, {}, f'a thought ends in it: {_show(body)}'),)
-      return (Call(name, {parameter: body.strip()}),)
+      function = self._functions[name]
+      schema = properties(function)[parameter]
+      return (Call(name, {parameter: _typed(body.strip(), schema, schema_root(function))}),)
     try:
       value = _load(_without_fence(body)) if body.strip() else {}
     except ValueError as error:
       return (Call(name, {}, f'{error}: {_show(body)}'),)
-    parameters = list(properties(self._functions[name]))
-    if len(parameters) == 1 and not isinstance(value, dict):  # a number, for example
-      value = {parameters[0]: value}
+    names = list(properties(self._functions[name]))
+    if len(names) == 1 and not isinstance(value, dict):  # a number, for example
+      value = {names[0]: value}
     if not isinstance(value, dict):
       return (Call(name, {}, f'the arguments are no JSON object: {_show(body)}'),)
     return (Call(name, value),)
@@ -351,41 +373,80 @@ FORMS: dict[str, type[Form]] = {
 
 def properties(function: Mapping[str, Any]) -> dict[str, Any]:
   """Returns {parameter: schema} of a tool's 'function'; {} if its schema names none."""
-  found = _parameters(function).get('properties')
+  found = parameters(function).get('properties')
   return found if isinstance(found, dict) else {}
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the schema of a function's arguments; {} if it is no object."""
-  parameters = function.get('parameters')
-  return parameters if isinstance(parameters, dict) else {}
+def parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the schema of a function's arguments, which may be a reference; {}: there is none."""
+  root = schema_root(function)
+  schema = resolve(root['$ref'], root) if '$ref' in root else root
+  return schema if isinstance(schema, dict) else {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def schema_root(function: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the schema in which the references of a function's arguments point."""
+  root = function.get('parameters')
+  return root if isinstance(root, dict) else {}
+
+
+def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
+  """Returns the schema that a reference within `root` names; None: there is none."""
+  if not isinstance(reference, str) or not reference.startswith('#'):
+    return None
+  target: Any = root
+  for key in reference[1:].split('/')[1:]:
+    key = key.replace('~1', '/').replace('~0', '~')
+    target = target.get(key) if isinstance(target, dict) else None
+  return target
+
+
+def text_parameter(function: Mapping[str, Any]) -> str:
+  """Returns the parameter that takes the text between the tags of 'tags'; '': there is none."""
+  schemas = properties(function)
+  if len(schemas) != 1:
+    return ''
+  ((name, schema),) = schemas.items()
+  if schema is False:  # the parameter has no value
+    return ''
+  return name if types_of(schema, schema_root(function)) <= {'string', 'null'} else ''
+
+
+def takes_text(schema: Any, root: Mapping[str, Any]) -> bool:
+  """Returns whether a value that stands without quotes is read as a text.
+
+  It is wherever the schema allows a text, or does not tell. The grammar of a forced call uses the
+  same rule.
+  """
+  names = types_of(schema, root)
+  return 'string' in names or not names
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
   """Returns the JSON types that a schema allows; none if it does not tell.
 
   `root` is the schema in which its references point.
   """
   if not isinstance(schema, dict) or depth > _MAX_DEPTH:
     return frozenset()
-  reference = schema.get('$ref')
-  if isinstance(reference, str) and reference.startswith('#/'):
-    target: Any = root
-    for key in reference[2:].split('/'):
-      target = target.get(key) if isinstance(target, dict) else None
-    return _types(target, root, depth + 1)
+  if '$ref' in schema:
+    return types_of(resolve(schema['$ref'], root), root, depth + 1)
   names = schema.get('type')
+  values = [schema['const']] if 'const' in schema else schema.get('enum')
+  of_values: frozenset[str] = frozenset()
+  if isinstance(values, list):
+    of_values = frozenset(map(_type_of, values))
   if names is not None:
     listed = names if isinstance(names, list) else [names]
-    return frozenset(name for name in listed if isinstance(name, str))
-  values = [schema['const']] if 'const' in schema else schema.get('enum')
-  if isinstance(values, list) and values:
-    return frozenset(map(_type_of, values))
-  found: frozenset[str] = frozenset()
+    found = frozenset(name for name in listed if isinstance(name, str))
+    return found & of_values or found
+  found = of_values
   for key in ('anyOf', 'oneOf', 'allOf'):
     parts = schema.get(key)
-    for part in parts[:_MAX_PARTS] if isinstance(parts, list) else ():
-      found |= _types(part, root, depth + 1)
+    if found or not isinstance(parts, list):
+      continue
+    for part in parts[:_MAX_PARTS]:
+      found |= types_of(part, root, depth + 1)
   return found
 
 
@@ -397,19 +458,36 @@ def _type_of(value: Any) -> str:
   return 'null'
 
 
-def _typed(text: str, allowed: frozenset[str]) -> Any:
-  """Returns the value that a text stands for; the text itself if it has none of these types."""
-  if 'string' in allowed or not allowed:
-    return None if text.strip() == 'null' and 'null' in allowed else text
+def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+  """Returns the value that a text stands for; the text itself if it has no type of the schema."""
+  allowed = types_of(schema, root)
   stripped = text.strip()
+  if takes_text(schema, root):
+    return None if stripped == 'null' and 'null' in allowed else text
   try:
-    value = _load(_PYTHON_NAMES.get(stripped, stripped))
+    value = _load_python(stripped)
   except ValueError:
     return text
   kind = _type_of(value)
   is_number = kind == 'integer' and 'number' in allowed
   is_whole = kind == 'number' and 'integer' in allowed and value.is_integer()
   return value if kind in allowed or is_number or is_whole else text
+
+
+def _load_python(text: str) -> Any:
+  """Returns the value of a JSON text, or of a literal of Python that JSON has too.
+
+  Raises ValueError.
+  """
+  try:
+    return _load(_PYTHON_NAMES.get(text, text))
+  except ValueError:
+    if text[:1] not in ('[', '{'):
+      raise
+  try:
+    return _load(json.dumps(ast.literal_eval(text)))
+  except (MemoryError, RecursionError, SyntaxError, TypeError) as error:
+    raise ValueError(f'no literal ({error})') from error
 
 
 def _skip_space(text: str, start: int) -> int:
@@ -431,6 +509,7 @@ def _parse_blocks(
     read: Callable[[str, str], Calls],
     in_thought: bool = False,
     may_be_open: bool = False,
+    read_gaps: Callable[[str, str], Calls] | None = None,  # reads a body without some of its tags
 ) -> Parsed:
   """Returns the text between blocks, and the calls `read(name, body)` of each block.
 
@@ -464,6 +543,13 @@ def _parse_blocks(
     block_calls, stop = _read_block(
         text, tag, blocks[number : number + _MAX_ENDS], read, may_be_open
     )
+    if read_gaps is not None and any(call.error for call in block_calls):
+      gap_calls, gap_stop = _read_block(
+          text, tag, blocks[number : number + 1], read_gaps, may_be_open=False
+      )
+      if not any(call.error for call in gap_calls):
+        block_calls = gap_calls
+        stop = gap_stop
     is_draft = any(call.error for call in block_calls) and has_thoughts
     if is_draft and text.find(thoughts.CLOSE, tag.end(), stop) >= 0:
       continue
@@ -533,6 +619,7 @@ _TYPE_NAMES: dict[type, str] = {
     dict: 'object',
 }
 _PYTHON_NAMES = {'True': 'true', 'False': 'false', 'None': 'null'}
+_VALUE_END = re.compile('</parameter>|(?=<parameter=)|(?=</?function[=>])')
 _NAMED_TAG = re.compile(r'<(function|parameter)=([^<>\n]+)>')
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 

@@ -25,6 +25,11 @@ from stppo_jax.serving import sessions
 
 _FAILURES = {
     'cancelled': (503, 'the server stops, or the session has ended'),
+    'grammar': (
+        400,
+        'the schema is not supported: no answer could follow it to its end. Use a smaller one, or '
+        'leave out patterns',
+    ),
     'error': (500, 'the engine has failed; see the log'),
 }
 

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import json
+import re
 import threading
 from typing import Any
 
 import numpy as np
 
 from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.envs import tool_calls
+from stppo_jax.serving import text_schemas
 
 _MAX_CACHED = 32  # compiled grammars
 # As `json.dumps` and chat templates write it. Where white space is free, a model may write nothing
@@ -24,6 +27,9 @@ thought: "<think>" inner LINES?
 inner[suffix="</think>"]: /(.|\\n)*/
 LINES: /\\n{1,2}/
 """
+
+_TAG_NAME = re.compile(r'[^<>\s](?:[^<>\n]*[^<>\s])?')
+_XML_TAGS = r'/(?s:.*)<(\/?(tool_call|think)>|\/?(function|parameter)[=>])(?s:.*)/'
 
 
 class Missing(Exception):
@@ -71,17 +77,15 @@ class Grammars:
     """Returns the start of a grammar. Raises ValueError: it is none, and Missing."""
     with self._lock:
       if grammar not in self._compiled:
-        compiled = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
-        if compiled.is_error():
-          message = ' '.join(compiled.get_error().split())[:300]
-          raise ValueError(f'the schema is not supported: {message}')
-        self._compiled[grammar] = compiled
+        self._compiled[grammar] = self._compile(grammar)
         for oldest in list(self._compiled)[:-_MAX_CACHED]:
           del self._compiled[oldest]
       return Matcher(self._compiled[grammar].deep_copy())
 
   def of_schema(self, schema: Mapping[str, Any]) -> str:
     """Returns the grammar of JSON texts of a schema. Raises Missing."""
+    for found in text_schemas.schemas_within(schema):
+      self._check_patterns(found)
     return self._library.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_OPTIONS)
 
   def of_answer(
@@ -100,17 +104,127 @@ class Grammars:
       return self.of_schema(schema or {})
     rules = []
     for number, function in enumerate(functions):
-      rules += _call_rules(form, number, function)
+      for found in text_schemas.schemas_within(function.get('parameters')):
+        self._check_patterns(found)
+      rules += self._call_rules(form, number, function)
     separator = '"; "' if form == 'llama3' else 'LINES?'
     names = ' | '.join(f'call_{number}' for number in range(len(functions)))
     more = f'({separator} call)*' if has_several else ''
     thought = 'inner LINES?' if in_thought else 'thought?'
     start = f'start: {thought} call {more}'
     if schema is not None:
+      for found in text_schemas.schemas_within(schema):
+        self._check_patterns(found)
       start += ' | answer'
       rules.append(f'answer: %json {_json(schema)}')
     lines = [start, f'call: {names}', *rules, _THOUGHT]
     return self._library.LLMatcher.grammar_from_lark('\n'.join(lines))
+
+  def _call_rules(self, form: str, number: int, function: Mapping[str, Any]) -> list[str]:
+    """Returns the rules of a call of a function, from `call_{number}` on. Raises ValueError."""
+    text_schemas.check_object(function)
+    name = function['name']
+    call = f'call_{number}'
+    body = f'body_{number}'
+    if form in ('tags', 'qwen_xml') and not _TAG_NAME.fullmatch(name):
+      raise ValueError(f'the name {name[:80]!r} of a function cannot stand in a tag')
+    if form == 'qwen_xml':
+      return self._xml_rules(call, function)
+    if form == 'tags':
+      opening, closing = json.dumps(f'<{name}>'), json.dumps(f'</{name}>')
+      if parameter := tool_calls.text_parameter(function):
+        fields = text_schemas.fields(function)
+        schema = fields[parameter].schema if parameter in fields else {}
+        tags = re.escape(name).replace('/', '\\/')
+        forbidden = rf'/(?s:.*)<\/?({tags}|think)>(?s:.*)/ | /\s(?s:.*)/ | /(?s:.*)\s/'
+        rules = self._text_rules(body, schema, function, closing, forbidden)
+        return [f'{call}: {opening} {body}', *rules]
+      return [f'{call}: {opening} {body} {closing}', f'{body}: %json {_json(_schema(function))}']
+    parameters = dict(_schema(function))
+    arguments = 'parameters' if form == 'llama3' else 'arguments'
+    schema = {
+        'type': 'object',
+        'properties': {'name': {'const': name}, arguments: parameters},
+        'required': ['name', arguments],
+        'additionalProperties': False,
+    }
+    for key in ('$defs', 'definitions'):  # references start at the root
+      if key in parameters:
+        schema[key] = parameters.pop(key)
+    rule = f'{body}: %json {_json(schema)}'
+    if form == 'llama3':
+      return [f'{call}: {body}', rule]
+    return [f'{call}: "<tool_call>\\n" {body} "\\n</tool_call>"', rule]
+
+  def _xml_rules(self, call: str, function: Mapping[str, Any]) -> list[str]:
+    """Returns the rules of a call in the form 'qwen_xml', whose texts stand without quotes."""
+    root = tool_calls.schema_root(function)
+    end = json.dumps('\n</parameter>\n')
+    parts = []
+    rules = []
+    for number, (key, field) in enumerate(text_schemas.fields(function).items()):
+      if not _TAG_NAME.fullmatch(key):
+        raise ValueError(f'the name {key[:80]!r} of a parameter cannot stand in a tag')
+      rule = f'{call}_{number}'
+      value = f'{rule}_value'
+      if tool_calls.takes_text(field.schema, root):
+        rules += self._text_rules(value, field.schema, function, end, _XML_TAGS)
+      else:
+        rules.append(f'{value}: {value}_json {end}')
+        rules.append(f'{value}_json: %json {_json({**_definitions(root), **field.schema})}')
+      rules.append(f'{rule}: {json.dumps(f"<parameter={key}>" + chr(10))} {value}')
+      parts.append(rule if field.is_required else f'{rule}?')
+    opening = json.dumps(f'<tool_call>\n<function={function["name"]}>\n')
+    closing = json.dumps('</function>\n</tool_call>')
+    return [f'{call}: {opening} {" ".join(parts)} {closing}', *rules]
+
+  def _text_rules(
+      self, rule: str, schema: Any, function: Mapping[str, Any], end: str, forbidden: str
+  ) -> list[str]:
+    """Returns the rules of a text of a schema, and of its end. Raises ValueError: there is none.
+
+    The text holds nothing that the form would read as a tag.
+    """
+    root = tool_calls.schema_root(function)
+    terminal = f'{text_schemas.terminal(schema, root)} & ~({forbidden})'
+    quoted = self.of_schema({**_definitions(root), 'allOf': [schema]})
+    matcher = self._library.LLMatcher(self._vocabulary, quoted, log_level=0)
+    if 'nsatisfiable' in matcher.get_error() or self._is_empty(terminal):
+      raise ValueError(f'the schema {str(schema)[:80]} allows no text')
+    name = rule.upper()
+    return [f'{rule}[suffix={end}]: {name}', f'{name}: {terminal}']
+
+  def _check_patterns(self, schema: Mapping[str, Any]) -> None:
+    """Raises ValueError for names that both a pattern and the properties describe.
+
+    The library leaves such names out of the pattern, so that a grammar may have no end.
+    """
+    patterns = schema.get('patternProperties')
+    names = schema.get('properties')
+    if not isinstance(patterns, dict) or not isinstance(names, dict):
+      return
+    for pattern in patterns:
+      for name in names:
+        if not self._is_empty(f'{text_schemas.regex(pattern)} & {json.dumps(name)}'):
+          raise ValueError(
+              f'the schema is not supported: the pattern {pattern[:80]!r} of patternProperties '
+              f'holds for the property {name[:80]!r}'
+          )
+
+  def _is_empty(self, terminal: str) -> bool:
+    """Returns whether no text follows a terminal. Raises ValueError: it is none."""
+    grammar = self._library.LLMatcher.grammar_from_lark(f'start: TEXT\nTEXT: {terminal}')
+    matcher = self._compile(grammar)
+    has_next = any(matcher.compute_bitmask())
+    return not has_next and not matcher.is_accepting()
+
+  def _compile(self, grammar: str) -> Any:
+    """Returns the library's matcher. Raises ValueError."""
+    matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
+    if matcher.is_error():
+      message = ' '.join(matcher.get_error().split())[:300]
+      raise ValueError(f'the schema is not supported: {message}')
+    return matcher
 
   @functools.cached_property
   def _library(self) -> Any:
@@ -147,63 +261,14 @@ class _Vocabulary:
     return self._tokenizer.encode_plain(text)
 
 
-def _call_rules(form: str, number: int, function: Mapping[str, Any]) -> list[str]:
-  """Returns the rules of a call of a function, from `call_{number}` on."""
-  name = function['name']
-  parameters = dict(function.get('parameters') or {'type': 'object'})
-  call = f'call_{number}'
-  body = f'body_{number}'
-  if form == 'tags':
-    fields = parameters.get('properties') or {}
-    types = [field.get('type') for field in fields.values()]
-    if types in (['string'], [None]):  # its text stands between the tags
-      suffix = json.dumps(f'</{name}>')
-      return [f'{call}: {json.dumps(f"<{name}>")} {body}', f'{body}[suffix={suffix}]: /(.|\\n)*/']
-    tags = json.dumps(f'<{name}>'), json.dumps(f'</{name}>')
-    return [f'{call}: {tags[0]} {body} {tags[1]}', f'{body}: %json {_json(parameters)}']
-  if form == 'qwen_xml':
-    return _xml_rules(call, name, parameters)
-  arguments = 'parameters' if form == 'llama3' else 'arguments'
-  schema: dict[str, Any] = {
-      'type': 'object',
-      'properties': {'name': {'const': name}, arguments: parameters},
-      'required': ['name', arguments],
-      'additionalProperties': False,
-  }
-  for key in ('$defs', 'definitions'):  # references start at the root
-    if key in parameters:
-      schema[key] = parameters.pop(key)
-  rule = f'{body}: %json {_json(schema)}'
-  if form == 'llama3':
-    return [f'{call}: {body}', rule]
-  return [f'{call}: "<tool_call>\\n" {body} "\\n</tool_call>"', rule]
+def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the schemas to which references point."""
+  return {key: root[key] for key in ('$defs', 'definitions') if key in root}
 
 
-def _xml_rules(call: str, name: str, parameters: Mapping[str, Any]) -> list[str]:
-  """Returns the rules of a call in the form 'qwen_xml', whose texts stand without quotes."""
-  definitions = {key: parameters[key] for key in ('$defs', 'definitions') if key in parameters}
-  required = parameters.get('required') or ()
-  end = json.dumps('\n</parameter>\n')
-  parts = []
-  rules = []
-  for number, (key, schema) in enumerate((parameters.get('properties') or {}).items()):
-    rule = f'{call}_{number}'
-    root, _, defined = schema.get('$ref', '').removeprefix('#/').partition('/')
-    schema = definitions.get(root, {}).get(defined, schema)
-    choices = schema.get('enum', [None])
-    if all(isinstance(choice, str) for choice in choices):
-      value = f'({" | ".join(map(json.dumps, choices))}) {end}'
-    elif schema.get('type') == 'string':
-      value = f'{rule}_text'
-      rules.append(f'{value}[suffix={end}]: /(.|\\n)*/')
-    else:
-      value = f'{rule}_json {end}'
-      rules.append(f'{rule}_json: %json {_json(dict(schema) | definitions)}')
-    rules.append(f'{rule}: {json.dumps(f"<parameter={key}>" + chr(10))} {value}')
-    parts.append(rule if key in required else f'{rule}?')
-  opening = json.dumps(f'<tool_call>\n<function={name}>\n')
-  closing = json.dumps('</function>\n</tool_call>')
-  return [f'{call}: {opening} {" ".join(parts)} {closing}', *rules]
+def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the schema of a function's arguments, which is an object where there is none."""
+  return tool_calls.schema_root(function) or {'type': 'object'}
 
 
 def _json(schema: Mapping[str, Any]) -> str:

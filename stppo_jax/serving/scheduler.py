@@ -57,8 +57,9 @@ class Request:
   It must not block.
 
   emit(tokens [n], logp [n], finish): the next tokens; finish is None until the last call, which
-  gives 'stop' (an eos token or stop string, which is among the tokens), 'length', 'cancelled' or
-  'error'. The tokens of all calls are exactly those that remain in the row's context.
+  gives 'stop' (an eos token or stop string, which is among the tokens), 'length', 'cancelled',
+  'grammar' (the answer cannot follow it to its end) or 'error'. The tokens of all calls are exactly
+  those that remain in the row's context.
   """
 
   ids: Sequence[int]
@@ -553,8 +554,8 @@ class Scheduler:
     elif not alive:
       finish = 'length'
     if row.matcher is not None and row.matcher.error:
-      logging.warning('an answer cannot follow its grammar: %s', row.matcher.error)
-      finish = 'error'
+      logging.warning('an answer cannot follow its grammar: %.300s', row.matcher.error)
+      finish = 'grammar'
     if finish is not None:
       self._free(row)
       if num_dropped and self._has_state:  # it has read the dropped tokens

@@ -95,7 +95,9 @@ class Service:
   async def count_tokens(self, body: api.ChatBody, session: sessions.Session | None) -> int:
     """Returns the number of tokens of a conversation. Raises errors as `begin` does."""
     self._check(body, session)
-    plan, *_ = await self._encode_in_thread(body, None)
+    # Nothing is sampled, so no answer is forced.
+    body = body.model_copy(update={'tool_choice': 'auto', 'response_format': api.ResponseFormat()})
+    (plan, *_), _ = await self._encode_in_thread(body, None)
     return len(plan.ids)
 
   async def begin(self, body: Body, session: sessions.Session | None) -> answers.Answer:
@@ -104,10 +106,10 @@ class Service:
     In a session any model name is accepted.
     """
     self._check(body, session)
-    plans = await self._encode_in_thread(body, session)
+    plans, grammar = await self._encode_in_thread(body, session)
     if session is not None and isinstance(body, api.ChatBody) and body.is_forced:
       session.counts['forced'] += 1
-    answer = self._make_answer(body, session, plans)
+    answer = self._make_answer(body, session, plans, grammar)
     sampled = []
     for index, choice in enumerate(answer.choices):
       if choice.request.budget:
@@ -188,8 +190,8 @@ class Service:
 
   async def _encode_in_thread(
       self, body: Body, session: sessions.Session | None
-  ) -> list[sessions.RequestPlan]:
-    """Returns the plans of the choices. Raises RequestError and Closed."""
+  ) -> tuple[list[sessions.RequestPlan], str]:
+    """Returns the plans of the choices, and their grammar. Raises RequestError and Closed."""
     self._num_encoding += 1
     future = self._encoder.submit(self._encode, body, session)
     try:
@@ -209,24 +211,30 @@ class Service:
     finally:
       self._num_encoding -= 1
 
-  def _encode(self, body: Body, session: sessions.Session | None) -> list[sessions.RequestPlan]:
-    """Returns the plans of the choices: all samples of a prompt, then those of the next."""
+  def _encode(
+      self, body: Body, session: sessions.Session | None
+  ) -> tuple[list[sessions.RequestPlan], str]:
+    """Returns the plans of the choices: all samples of a prompt, then those of the next.
+
+    The second value is the grammar that their answers must follow; empty: there is none.
+    """
     if session is None:
       plans = []
       for ids in self._encode_prompts(body):
         self.template.check(ids)  # before the other prompts take their time
         keys = [self._make_key(body.seed, sample) for sample in range(body.n)]
         plans += [sessions.RequestPlan(ids, key) for key in keys]
-      if grammar := self._grammar(body, plans[0].ids):
+      grammar = self._grammar(body, plans[0].ids)
+      if grammar:
         assert self._grammars is not None
         self._grammars.start(grammar)  # compiles it here, or rejects it
-      return plans
+      return plans, grammar
     if isinstance(body, api.ChatBody):
       first = session.plan(body.conversation, body.offered_tools)
     else:
       first = session.plan_prompt(body.prompt[0])
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a separate segment
-    return [first, *more]
+    return [first, *more], ''
 
   def _grammar(self, body: Body, prompt: list[int]) -> str:
     """Returns the grammar of an answer; empty: none. Raises ValueError, and Missing."""
@@ -255,7 +263,11 @@ class Service:
       yield from map(self.template.encode_prompt, body.prompt)
 
   def _make_answer(
-      self, body: Body, session: sessions.Session | None, plans: list[sessions.RequestPlan]
+      self,
+      body: Body,
+      session: sessions.Session | None,
+      plans: list[sessions.RequestPlan],
+      grammar: str,
   ) -> answers.Answer:
     """Returns an answer whose requests are not submitted yet."""
     limits = sessions.Sampling(body.temperature, body.top_p, self.scheduler.max_total)
@@ -270,9 +282,6 @@ class Service:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings
-    grammar = ''
-    if session is None:
-      grammar = self._grammar(body, plans[0].ids)
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index, plan in enumerate(plans):
@@ -320,7 +329,8 @@ def _invalid(param: str, message: str) -> http_server.RequestError:
 def _abandon_plans(session: sessions.Session, future: futures.Future) -> None:
   """Gives up the plans of a client that disconnected while its prompt was encoded."""
   if not future.cancelled() and future.exception() is None:
-    for plan in future.result():
+    plans, _ = future.result()
+    for plan in plans:
       session.abandon(plan)
 
 

@@ -317,7 +317,7 @@ class Session:
       if best is not None:
         try:
           ids += self._template.encode_after(sampled, messages[num_messages:], tools, prefix.rest)
-        except template_lib.Rejected:  # no message may follow the turn as it was sampled
+        except template_lib.RejectedMessages:  # no message may follow the turn as it was sampled
           best = None
           known = list(read)
       if best is None:

@@ -43,7 +43,7 @@ class TooLong(ValueError):
   """A text has more tokens than fit. Not all of it may have been encoded."""
 
 
-class Rejected(ValueError):
+class RejectedMessages(ValueError):
   """The chat template rejects the messages."""
 
 
@@ -406,7 +406,7 @@ class Template:
     except Exception as error:  # a template may raise anything
       has_calls = any(message.get('tool_calls') for message in messages)
       if results <= hidden and not has_calls:
-        raise Rejected(f'the chat template rejects the messages ({error})') from error
+        raise RejectedMessages(f'the chat template rejects the messages ({error})') from error
       logging.log_first_n(
           logging.WARNING,
           'the chat template rejects the calls and results of a conversation (%s): texts of its '
@@ -419,7 +419,7 @@ class Template:
       as_texts = [_with_calls(message, form) for message in messages]
       return self._render_marked(as_texts, hidden | results, options)
     except Exception as error:
-      raise Rejected(f'the chat template rejects the messages ({error})') from error
+      raise RejectedMessages(f'the chat template rejects the messages ({error})') from error
 
   def _render_marked(
       self, messages: Sequence[Message], hidden: Set[int], options: Mapping[str, Any]
