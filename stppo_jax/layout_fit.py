@@ -44,7 +44,16 @@ IMAGES = ('images', 'image', 'image_1', 'Picture')
 QUESTIONS = tuple(
     dict.fromkeys(name for layout in layouts.LAYOUTS for name in layout.question.split('|'))
 )
-_COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values_lib.STATES, values_lib.ALIASES)
+_COMMON = (
+    *IDS,
+    *SPLITS,
+    *DATASETS,
+    *FACTS,
+    *STEPS,
+    *IMAGES,
+    *values_lib.STATES,
+    values_lib.ALIASES,
+)
 
 # The name of a column that may hold the answer, whatever its values are.
 _ANSWER_NAME = re.compile(
@@ -162,8 +171,9 @@ def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def is_article(fields: Mapping[str, Any]) -> bool:
   """Returns whether a row is an article with paragraphs and their questions (SQuAD)."""
   paragraphs = fields.get('paragraphs')
-  is_list = types.is_of(paragraphs, list[dict]) and paragraphs
-  return bool(is_list and 'qas' in paragraphs[0])
+  if not isinstance(paragraphs, list) or not types.is_of(paragraphs, list[dict]):
+    return False
+  return bool(paragraphs) and 'qas' in paragraphs[0]
 
 
 def user_layouts(columns: Mapping[str, Any]) -> tuple[SetLayout, ...]:
@@ -193,7 +203,7 @@ def _user_layout(columns, kind):
 
 def names_of(layout: SetLayout) -> list[str]:
   """Returns the columns that a layout names; of a row of option columns, all possible ones."""
-  options = layout.options if isinstance(layout.options, tuple) else (layout.options,)
+  options = [layout.options] if isinstance(layout.options, str) else [*layout.options]
   names = [layout.question, *layout.answers, *layout.wrong, *layout.needs]
   if layout.is_family:
     names = [name for alternatives in names for name in alternatives.split('|')]
@@ -286,14 +296,15 @@ def _light_columns(path):
     return ()
   tops = {name.partition('.')[0] for layout in layouts.LAYOUTS for name in names_of(layout)}
   heavy = [p[:-2] for layout in layouts.LAYOUTS for p in layout.ignores if p.endswith('.*')]
-  first = next(row_files.read(path, ('',)), None)
-  return tuple(name for name in first.fields if name in tops or name not in heavy) if first else ()
+  for first in row_files.read(path, ('',)):
+    return tuple(name for name in first.fields if name in tops or name not in heavy)
+  return ()
 
 
 def _profile(path, columns):
   names: dict[str, None] = {}
   facts: dict[str, _Facts] = {}
-  first = None
+  first: row_files.FileRow | None = None
   for row, fields in _rows(path, columns):
     first = first or row._replace(fields=dict(fields))
     for name, value in _leaves(fields):
@@ -482,11 +493,12 @@ class _ChoiceCheck(_Check):
 
   def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
     super().__init__(layout, profile, is_certain)
-    self._kinds = {}  # by column, those in which each row has named an option
+    all_kinds: dict[str, tuple[str, ...]] = {}
     for name, kind in layout.answers.items():
-      self._kinds[name] = layouts.CHOICE_KINDS if kind == layouts.ANY else (kind,)
-    self._kinds |= dict.fromkeys(self.guests, layouts.CHOICE_KINDS)
-    self._all_kinds = dict(self._kinds)
+      all_kinds[name] = layouts.CHOICE_KINDS if kind == layouts.ANY else (kind,)
+    all_kinds |= dict.fromkeys(self.guests, layouts.CHOICE_KINDS)
+    self._all_kinds = all_kinds
+    self._kinds = dict(all_kinds)  # by column, those in which each row has named an option
     self._unanswered: dict[str, int] = {}  # by column, a row in which only it has an answer
     self._has_values: set[str] = set()
     # By two ways to name an option, a row in which they differ, and the value there.
@@ -495,6 +507,7 @@ class _ChoiceCheck(_Check):
 
   def add(self, number, fields):
     choice = values_lib.choice_of(self.layout, fields, self.options)
+    self._compare_lists(fields, choice)
     letters: dict[tuple[str, str], str] = {}
     present: dict[str, Any] = {}
     for name in list(self._kinds):
@@ -523,6 +536,14 @@ class _ChoiceCheck(_Check):
       if letters[pair[0]] != letters[pair[1]]:
         self._rows.setdefault(frozenset(pair), (number, shown(present[pair[0][0]])))
 
+  def _compare_lists(self, fields, choice):
+    """Notes which columns that are not read may hold as many options."""
+    for columns in list(self.lists):
+      cell = [values_lib.get(fields, name) for name in columns]
+      texts = values_lib.texts_in(cell if len(columns) > 1 else cell[0])
+      if choice is not None and len(texts) != len(choice.positions or choice.texts):
+        self.lists.remove(columns)
+
   def _difference(self, name, kind, other, other_kind):
     """Returns a row in which two ways name different options, or None."""
     return self._rows.get(frozenset([(name, kind), (other, other_kind)]))
@@ -550,6 +571,9 @@ class _ChoiceCheck(_Check):
       if len(left) == 1:
         complaint = f'column {name!r} is {value}, the text of an option and the letter of another'
       raise Misfit(number, complaint)
+    for columns in self.lists:
+      message = f'columns {cells.listed(columns)} may be the options, too'
+      raise Misfit(self.profile.first.number, message)
     for name, number in self._unanswered.items():
       raise Misfit(number, f'column {name!r} may be the answer, and is not read')
     for name in [*unclear, *kinds, *self.guests]:
@@ -731,7 +755,8 @@ def _refusal(profile, misfits, columns):
     return types.UserError(f'{message}: correct config.data.columns; the columns are {listed}')
   return types.UserError(
       f'{message}. No published layout fits for certain. The columns are {listed}, the first row '
-      f'is {cells.shown_row(first.fields)}. Name the columns: --config.data.columns="{_suggestion(profile)}"'
+      f'is {cells.shown_row(first.fields)}. Name the columns: '
+      f'--config.data.columns="{_suggestion(profile)}"'
   )
 
 

@@ -116,26 +116,23 @@ def option_columns(layout: SetLayout, names: Sequence[str]) -> tuple[str, ...]:
   return tuple(columns)
 
 
-def choice_of(layout: SetLayout, fields: Mapping[str, Any], columns: Sequence[str]) -> RowOptions | None:
+def choice_of(
+    layout: SetLayout, fields: Mapping[str, Any], columns: Sequence[str]
+) -> RowOptions | None:
   """Returns the options of a row; None: it has none. ValueError: they cannot be read."""
   if layout.wrong:
     texts = [_option_text(name, get(fields, name)) for name in columns if name]
-    present = sorted(set(filter(None, texts)))
-    return RowOptions(dict(zip(LETTERS, present)), [], {}) if len(present) > 1 else None
+    distinct = sorted(set(filter(None, texts)))
+    return RowOptions(dict(zip(LETTERS, distinct)), [], {}) if len(distinct) > 1 else None
   if len(columns) > 1:
     texts = [_option_text(name, get(fields, name)) for name in columns]
     choice = _lettered(texts)
     return choice._replace(columns=dict(zip(columns, LETTERS))) if choice.texts else None
   (name,) = columns
-  value = value_of(get(fields, name))
+  value: Any = value_of(get(fields, name))
   if is_empty(value):
     return None
-  if isinstance(value, dict) and isinstance(value.get('text'), list):  # ARC
-    labels = value.get('label') or LETTERS[: len(value['text'])]
-    value = dict(zip(labels, value['text'], strict=True))
-  if isinstance(value, list) and types.is_of(value, list[dict]):
-    pairs = [(item.get('key', item.get('label')), item) for item in value]
-    value = {key: item.get('value', item.get('text')) for key, item in pairs}
+  value = _by_letter(value)
   if isinstance(value, list):
     if len(value) > len(LETTERS):
       raise ValueError(f'column {name!r} has {len(value)} options: at most 26 are read')
@@ -147,6 +144,17 @@ def choice_of(layout: SetLayout, fields: Mapping[str, Any], columns: Sequence[st
   letters = list(present)
   has_positions = letters == sorted(letters) and not any(map(str.isdecimal, letters))
   return RowOptions(present, letters if has_positions else [], {})
+
+
+def _by_letter(value: Any) -> Any:
+  """Returns options by their letters, if two lists or a list of objects write them (ARC, MedQA)."""
+  if isinstance(value, dict) and isinstance(value.get('text'), list):
+    labels = value.get('label') or LETTERS[: len(value['text'])]
+    return dict(zip(labels, value['text'], strict=True))
+  if isinstance(value, list) and types.is_of(value, list[dict]):
+    pairs = [(item.get('key', item.get('label')), item) for item in value]
+    return {key: item.get('value', item.get('text')) for key, item in pairs}
+  return value
 
 
 def _lettered(texts):

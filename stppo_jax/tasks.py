@@ -402,7 +402,7 @@ def _questions(
     path: pathlib.Path, columns: Mapping[str, Any], readings: dict[pathlib.Path, str]
 ) -> Iterator[_Loaded]:
   """Yields what each row of a file of questions holds, and notes how the file is read."""
-  reader = None
+  reader: Any = None  # a public_formats.SetReader
   is_own = _is_embedded(path)
   for row in row_files.read(path, _columns(path, columns)):
     if reader is None and not is_own:

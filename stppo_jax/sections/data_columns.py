@@ -32,7 +32,9 @@ def check(config: Config) -> None:
     )
   allowed = CONVERSATION_KEYS if is_chat else QUESTION_KEYS
   if others := [key for key in columns if key not in allowed]:
-    raise UserError(f'{given}: {others[0]!r} does not go with these: allowed are {", ".join(allowed)}')
+    raise UserError(
+        f'{given}: {others[0]!r} does not go with these: allowed are {", ".join(allowed)}'
+    )
   meaning = columns.get('answer_is', 'text')
   if meaning not in _MEANINGS:
     raise UserError(f"{given}: 'answer_is' must be one of {', '.join(_MEANINGS)}")

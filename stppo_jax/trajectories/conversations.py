@@ -91,7 +91,7 @@ def read(
   A row with an `error`, or with a `reward` below `min_reward`, is left out. UserError: a row is no
   conversation, or its columns may mean several things. `columns` are those of config.data.columns.
   """
-  source = ('messages',) if 'messages' in columns else _PAIR
+  source: tuple[str, ...] = ('messages',) if 'messages' in columns else _PAIR
   if not columns:
     source = find_source(path)
   elif not set(source) <= columns.keys():
