@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax import config as schema
 from stppo_jax import row_files
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -22,6 +24,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import prepare
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
+from stppo_jax.training import packing
 from stppo_jax.training import sft
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
@@ -86,7 +89,78 @@ class _Test(absltest.TestCase):
     return jax.device_get(prepare.load_policy(config)[1])
 
 
+class ChooseBinsTest(absltest.TestCase):
+
+  def test_few_tokens_are_computed(self):
+    """Lengths of three data sets, 32 conversations per step, the default bins and buckets."""
+    defaults = schema.Config()
+    buckets = defaults.train.length_buckets
+    rng = np.random.default_rng(0)
+    for mean in (144, 383, 872):
+      lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, 640), 8, buckets[-1]).astype(int)
+      order = tasks_lib.TaskStream([types.Task(str(i)) for i in range(640)], 32, 0)
+      for multiple in (1, 2):
+        number = sft.choose_bins(
+            lengths, order, defaults.train.micro_batch, multiple, buckets, shared=True
+        )
+        computed = 0
+        used = 0
+        for n in range(20):
+          rows = lengths[[int(task.id) for task in order.take(n)]]
+          packed = packing.pack(rows, number, buckets)
+          computed += packing.num_computed(packed, number, buckets)
+          used += rows.sum()
+        with self.subTest(mean=mean, multiple=multiple):
+          self.assertEqual(number % multiple, 0)
+          self.assertLess(computed / used, 1.5)
+
+  def test_all_bins_are_used_where_they_are_full(self):
+    order = tasks_lib.TaskStream([types.Task(str(i)) for i in range(64)], 32, 0)
+    lengths = np.full(64, 1000)
+    self.assertEqual(sft.choose_bins(lengths, order, 8, 1, (1024, 2048), shared=True), 8)
+
+
 class StartTest(_Test):
+
+  def test_splits_are_kept_apart(self):
+    rows = [json.loads(line) for line in open(os.path.join(FOLDER, 'chats.jsonl'))]
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    for splits, numbers in (
+        (('train', 'test'), (12, 0)),
+        (('train', 'validation'), (12, 12)),
+        (('', 'test'), (12, 0)),
+    ):
+      marked = [row | {'split': splits[i % 2]} for i, row in enumerate(rows)]
+      path = os.path.join(folder, 'marked.jsonl')
+      tiny_run.write_lines(path, marked)
+      config = make_config(sft__held_out=0.0)
+      config.data.source = path
+      pools = sft.load_pools(config)
+      self.assertEqual((len(pools.train), len(pools.held_out)), numbers, splits)
+    for i, name in enumerate(('train', 'test')):
+      tiny_run.write_lines(
+          os.path.join(folder, f'{name}.jsonl'), [row | {'split': ''} for row in rows[i::2]]
+      )
+    config.data.source = ','.join(os.path.join(folder, f'{n}.jsonl') for n in ('train', 'test'))
+    with self.assertLogs('absl', 'INFO') as logs:
+      pools = sft.load_pools(config)
+    self.assertEqual((len(pools.train), len(pools.held_out)), (12, 0))
+    self.assertIn("12 with the split 'test', which config.data.train_split may name", str(logs))
+
+  def test_stop_before_the_first_checkpoint_keeps_one_line_of_step_0(self):
+    with self.assertRaises(KeyboardInterrupt):
+      sft.start(make_config(), self.workdir, StopSignal(mock.Mock(side_effect=KeyboardInterrupt)))
+    sft.start(make_config(), self.workdir)
+    self.assertEqual([row['step'] for row in self.records()].count(0), 1)
+
+  def test_settings_without_effect_are_named(self):
+    config = make_config()
+    config.placement.optimizer = 'host'
+    config.rollout.temperature = 0.7
+    with self.assertLogs('absl', 'WARNING') as logs:
+      sft._warn_of_settings(config)
+    self.assertIn("config.placement.optimizer='host' has no effect in sft", logs.output[0])
+    self.assertIn('config.rollout.temperature=0.7 has no effect', logs.output[1])
 
   def test_loss_falls_and_stops_change_nothing(self):
     folder = sft.start(make_config(), self.workdir)
@@ -119,14 +193,14 @@ class StartTest(_Test):
     with self.assertLogs('absl', 'INFO') as logs:
       sft.start(config, self.workdir)
     output = ''.join(logs.output)
-    self.assertIn('resumed after 4 of 12 steps', output)
-    self.assertIn('step 12/12: no conversation is held out', output)
+    self.assertIn('resumed after 4 of 10 steps', output)
+    self.assertIn('step 10/10: no conversation is held out', output)
     steps = [r['step'] for r in self.records() if 'sft/loss' in r]
-    self.assertEqual(steps, [*range(1, 13)])
+    self.assertEqual(steps, [*range(1, 11)])
     self.assertFalse(any('sft/held_out_loss' in r for r in self.records()))
 
   def test_another_config_or_other_conversations_do_not_resume(self):
-    sft.start(make_config(sft__epochs=1), self.workdir)
+    sft.start(make_config(), self.workdir)
     with self.assertRaisesRegex(UserError, 'sft.lr .0.003 there, 0.1 here'):
       sft.start(make_config(sft__epochs=1, sft__lr=0.1), self.workdir)
 
@@ -166,7 +240,7 @@ class PoolsTest(_Test):
 
   def test_a_share_is_held_out_without_a_split(self):
     config = make_config(data__eval_split='other', sft__held_out=0.25)
-    self.assertEqual(tuple(map(len, sft.load_pools(config))), (18, 6))
+    self.assertEqual(tuple(map(len, sft.load_pools(config))), (15, 5))  # no row of the split dev
     again = sft.load_pools(config)
     np.testing.assert_array_equal(again[1][0].tokens, sft.load_pools(config)[1][0].tokens)
 

@@ -53,6 +53,13 @@ from stppo_jax.training import supervised
 from stppo_jax.trajectories import conversations
 from stppo_jax.trajectories import saved
 
+# Settings of a run that change nothing here.
+_WITHOUT_EFFECT = (
+    'data.datasets placement.critic placement.optimizer placement.reference '
+    'rollout.temperature train.max_nonfinite'
+)
+_SAMPLE_STEPS = 16  # steps that are packed to choose the number of bins
+_MOST_PADDING = 1.1  # times the fewest tokens that are computed with any number of bins
 _NO_CRITIC = variants.Variant(advantage='group_zscore', kl_in='none')
 _MIN_HELD_OUT = 1
 
@@ -85,10 +92,19 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
         'messages, conversations, or prompt and completion: --config.data.source=FILE'
     )
   workdir_lib.check_path(workdir)
+  _warn_of_settings(config)
   pools = load_pools(config)  # before the folder is made: a missing file leaves none
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     _claim(config, workdir, pools)
     return _run(config, workdir, pools, stop_signal)
+
+
+def _warn_of_settings(config):
+  defaults = Config()
+  for path in _WITHOUT_EFFECT.split():
+    value = validation.get(config, path)
+    if value != validation.get(defaults, path):
+      logging.warning('config.%s=%r has no effect in sft', path, value)
 
 
 def _claim(config, workdir, pools):
@@ -131,11 +147,17 @@ def load_pools(config: Config) -> Pools:
     if shorter is None:
       counts[f'a first turn beyond {longest} tokens'] += 1
       continue
+    if tasks_lib.same_split(split, config.data.eval_split):
+      pool = 'held out'
+    elif not split or tasks_lib.same_split(split, config.data.train_split):
+      pool = 'train'
+    else:
+      counts[f'the split {split!r}, which config.data.train_split may name'] += 1
+      continue
     if len(shorter.turns) < len(episode.turns):
       counts['cut'] += 1
     num_turns += len(shorter.turns)
-    is_held_out = tasks_lib.same_split(split, config.data.eval_split)
-    by_split['held out' if is_held_out else 'train'].append(supervised.from_episode(shorter))
+    by_split[pool].append(supervised.from_episode(shorter))
   for name in list(by_split):
     by_split[name] = [row for row in by_split[name] if (row.weights > 0).any()]
   total = counts.pop('all', 0)
@@ -249,6 +271,31 @@ def make_rows(
   return Rows(tokens, mask, packing.pack(lengths, micro_batch, buckets, shared))
 
 
+def choose_bins(
+    lengths: np.ndarray,
+    order: tasks_lib.TaskStream,
+    most: int,
+    multiple: int,
+    buckets: Sequence[int],
+    shared: bool,
+) -> int:
+  """Returns the number of bins per micro-batch, at most `most` and a multiple of `multiple`.
+
+  It is the largest one that computes few tokens: at most 1.1 times as many as any other, in the
+  first steps. All bins of a micro-batch are computed, also those that hold nothing.
+  """
+  steps = [[int(task.id) for task in order.take(n)] for n in range(_SAMPLE_STEPS)]
+  num_computed = {}
+  number = multiple
+  while number <= most:
+    packings = [packing.pack(lengths[step], number, buckets, shared) for step in steps]
+    sizes = [packing.num_computed(rows, number, buckets) for rows in packings]
+    num_computed[number] = sum(sizes)
+    number *= 2
+  limit = _MOST_PADDING * min(num_computed.values())
+  return max(number for number, size in num_computed.items() if size <= limit)
+
+
 class Trainer:
   """The compiled step and the compiled loss of a model."""
 
@@ -279,13 +326,12 @@ class Trainer:
     make = jax.jit(self._optimizer.init, out_shardings=self._places(shapes))
     return {'actor': actor, 'opt': make(actor)}
 
-  def step(self, state: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], float]:
+  def step(self, state: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], jax.Array]:
     """Returns the state after an optimizer step, and the loss before it. Donates the state.
 
-    The loss is NaN if the gradient is not finite.
+    The loss is NaN if the gradient is not finite. Nothing waits for the device.
     """
-    state, loss = self._step(state, self.frozen, self._put(rows))
-    return state, float(loss)
+    return self._step(state, self.frozen, self._put(rows))
 
   def loss(self, actor: dict, pool: Sequence[supervised.Demonstration], num_rows: int) -> float:
     """Returns the mean negative log-prob of the assistant's tokens in a pool."""
@@ -296,6 +342,12 @@ class Trainer:
       total += float(self._loss(actor, self.frozen, self._put(rows)))
       count += float(_predicted(rows.mask).sum())
     return total / max(count, 1)
+
+  def padding(self, rows: Rows) -> float:
+    """Returns the share of padding among the tokens that a step computes."""
+    num_tokens = int(rows.packing.length.sum())
+    size = packing.num_computed(rows.packing, self.micro_batch, self.buckets)
+    return 1 - num_tokens / size
 
   def rows(self, pool: Sequence[supervised.Demonstration], num_rows: int) -> Rows:
     """Packs conversations, see `make_rows`."""
@@ -354,24 +406,36 @@ def _run(config, workdir, pools, stop_signal):
   batch = min(config.sft.batch, len(pools.train))
   num_steps = math.ceil(config.sft.epochs * len(pools.train) / batch)
   models = _load_models(config, place)
-  buckets = config.train.length_buckets
+  lengths = np.array([len(row.tokens) for row in pools.train])
+  all_buckets = config.train.length_buckets
+  longest = max(len(row.tokens) for row in (*pools.train, *pools.held_out))
+  buckets = all_buckets[: int(np.searchsorted(all_buckets, longest)) + 1]
   model = supervised.with_kernel(models.model, config.model.attention, mesh, buckets)
+  numbers = [types.Task(str(i)) for i in range(len(pools.train))]
+  order = tasks_lib.TaskStream(numbers, batch, config.seed)
+  num_bins = choose_bins(
+      lengths,
+      order,
+      config.train.micro_batch,
+      sharding.num_row_shards(mesh),
+      buckets,
+      attention.takes_segments(model.attention),
+  )
   trainer = Trainer(
       model,
       models.frozen,
       supervised.make_optimizer(config.sft.lr, num_steps),
       mesh,
-      config.train.micro_batch,
+      num_bins,
       buckets,
       config.model.logp_chunk or None,
   )
   state = trainer.init(models.actor)
   del models
-  numbers = [types.Task(str(i)) for i in range(len(pools.train))]
-  order = tasks_lib.TaskStream(numbers, batch, config.seed)
   num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-  with checkpoint.Checkpoints(workdir, 1, config.train.on_save_error, num_bytes) as checkpoints:
+  with checkpoint.Checkpoints(workdir, 2, config.train.on_save_error, num_bytes) as checkpoints:
     done = checkpoints.newest() or 0
+    checkpoints.drop_after(done)  # damaged ones, whose numbers are needed again
     if done:
       like = sharding.shapes(state)
       del state
@@ -388,26 +452,40 @@ def _run(config, workdir, pools, stop_signal):
     if not done:
       log_losses(0)
     all_stop = hosts.together(stop_signal)
+    pending: list[tuple[int, Any, float]] = []  # a step whose loss is not read yet
+
+    def read_loss():
+      while pending:
+        n, loss, padding = pending.pop()
+        if not math.isfinite(loss):
+          raise types.RunError(
+              f'the loss or the gradient of step {n} is not finite: lower '
+              f'--config.sft.lr={config.sft.lr:g}, in another --workdir'
+          )
+        log.step(n, float(loss), padding)
+
     for n in range(done + 1, num_steps + 1):
       if all_stop.is_set():
+        read_loss()
         checkpoints.save(n - 1, state, {})
         return f'stopped after {n - 1} of {num_steps} steps; the same command continues'
       chosen = [pools.train[int(number.id)] for number in order.take(n - 1)]
       rows = trainer.rows(chosen, batch)
       state, loss = trainer.step(state, rows)
-      if not math.isfinite(loss):
-        raise types.RunError(
-            f'the loss or the gradient of step {n} is not finite: lower '
-            f'--config.sft.lr={config.sft.lr:g}, in another --workdir'
-        )
-      log.step(n, loss)
-      every = config.eval.every
-      if n == num_steps or (every and n % every == 0):
+      read_loss()  # of the step before: the device computes this one meanwhile
+      pending.append((n, loss, trainer.padding(rows)))
+      if _is_due(n, num_steps, config.eval.every):
+        read_loss()
         log_losses(n)
-      every = config.train.checkpoint_every
-      if n == num_steps or (every and n % every == 0):
+      if _is_due(n, num_steps, config.train.checkpoint_every):
+        read_loss()
         checkpoints.save(n, state, {})
+    read_loss()
   return write(config, workdir, trainer.model, trainer.frozen, state['actor'])
+
+
+def _is_due(n, num_steps, every):
+  return n == num_steps or (every > 0 and n % every == 0)
 
 
 def _load_models(config, place):
@@ -455,16 +533,16 @@ class _Log:
     self._losses: list[float] = []
     if hosts.is_writer():
       records = metrics_lib.read_metrics(workdir)
-      kept = [record for record in records if record['step'] <= done]
+      kept = [record for record in records if record['step'] <= done and done]
       workdir_lib.write_parts(self._path, [json.dumps(record) + '\n' for record in kept])
       held_out = 'sft/held_out_loss'
       before = [(record[held_out], record['step']) for record in kept if held_out in record]
       self._best = min(before, default=self._best)
 
-  def step(self, n: int, loss: float) -> None:
-    """Records the loss of a step."""
+  def step(self, n: int, loss: float, padding: float) -> None:
+    """Records the loss of a step, and its share of padding."""
     self._losses.append(loss)
-    self._write({'step': n, 'sft/loss': loss})
+    self._write({'step': n, 'sft/loss': loss, 'sft/padding': padding})
 
   def losses(self, n: int, loss: float | None) -> None:
     """Records the held-out loss after a step. A rise is a warning. None: nothing is held out."""
