@@ -23,6 +23,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
+import pydantic
 import pytest
 import requests
 
@@ -38,10 +39,13 @@ from stppo_jax.serving import api
 from stppo_jax.serving import gateway
 from stppo_jax.serving import grammars
 from stppo_jax.serving import messages
+from stppo_jax.serving import responses as responses_lib
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.serving import template as template_lib
 from stppo_jax.stop_signal import StopSignal
+from tests.support import tiny_tokenizer
 from tests.support.processes import wait_for
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -780,6 +784,158 @@ class MessagesTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.server = cls.enterClassContext(running())
+
+
+SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
+
+
+class FieldsTest(parameterized.TestCase):
+  """What a client sends changes the answer as elsewhere, or is an error."""
+
+  def read(self, route, fields):
+    if route == 'responses':
+      return responses_lib.Reader().read({'input': 'q', **fields})
+    if route == 'messages':
+      return messages.read({'max_tokens': 5, 'messages': ASKED['messages'], **fields})
+    if route == 'completions':
+      return api.TextBody.model_validate({'prompt': 'q', **fields})
+    return api.ChatBody.model_validate({'messages': ASKED['messages'], **fields})
+
+  @parameterized.parameters(
+      ('chat', {'response_format': {'type': 'json_schema', 'schema': SCHEMA}}),
+      ('chat', {'response_format': {'type': 'json_object', 'schema': SCHEMA}}),
+      ('chat', {'response_format': {'type': 'json_schema'}}),
+      ('chat', {'response_format': {'type': 'json_schema', 'json_schema': None}}),
+      ('chat', {'response_format': {'type': 'json_schema', 'json_schema': {}}}),
+      ('chat', {'response_format': {'type': 'json_schema', 'json_schema': {'schema': None}}}),
+      ('chat', {'response_format': {'type': 'json_schema', 'json_schema': {'schema_': SCHEMA}}}),
+      ('chat', {'response_format': {'type': 'json_schema', 'json_schema': SCHEMA}}),
+      ('chat', {'response_format': {'type': 'json_object', 'json_schema': {'schema': SCHEMA}}}),
+      ('chat', {'response_format': {'json_schema': {'schema': SCHEMA}}}),
+      (
+          'responses',
+          {'text': {'format': {'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}}},
+      ),
+      ('responses', {'text': {'format': {'type': 'json_schema', 'name': 'x'}}}),
+      ('responses', {'text': {'format': {'type': 'json_object', 'schema': SCHEMA}}}),
+      ('responses', {'text': {'format': {'schema': SCHEMA}}}),
+      ('messages', {'output_config': {'format': {'type': 'json_schema', 'json_schema': SCHEMA}}}),
+  )
+  def test_schema_in_wrong_place_is_an_error(self, route, fields):
+    with self.assertRaises(pydantic.ValidationError):
+      self.read(route, fields)
+
+  @parameterized.parameters(
+      ('chat', {'response_format': {'type': 'text'}}, None),
+      ('chat', {'response_format': {'type': 'json_object'}}, {'type': 'object'}),
+      (
+          'chat',
+          {
+              'response_format': {
+                  'type': 'json_schema',
+                  'json_schema': {'name': 'x', 'strict': False, 'schema': SCHEMA},
+              }
+          },
+          SCHEMA,
+      ),
+      (
+          'responses',
+          {'text': {'format': {'type': 'json_schema', 'name': 'x', 'strict': True, 'schema': {}}}},
+          {},
+      ),
+      ('responses', {'text': {'format': {'type': 'text'}}}, None),
+  )
+  def test_schema_in_right_place_is_used(self, route, fields, schema):
+    self.assertEqual(self.read(route, fields).response_format.schema_of_text, schema)
+
+  @parameterized.parameters(
+      *(
+          {name: value}
+          for name in ('enable_thinking', 'think', 'do_sample')
+          for value in (False, 0)
+      ),
+      {'thinking_budget': 0},
+      {'stop_sequence': ''},
+      {'top_a': 0},
+      {'max_turns': -1},
+      {'guided_regex': ''},
+      {'min_tokens': -1},
+      {'skip_special_tokens': False},
+      {'continue_final_message': True},
+  )
+  def test_unknown_field_of_any_value_is_an_error(self, **fields):
+    for route in ('chat', 'completions', 'messages', 'responses'):
+      with self.assertRaises(pydantic.ValidationError):
+        self.read(route, fields)
+
+  @parameterized.parameters(
+      {'top_k': -1},
+      {'top_k': 0, 'min_p': 0.0, 'repetition_penalty': 1.0, 'length_penalty': 1.0},
+      {'frequency_penalty': 0, 'presence_penalty': 0.0, 'logit_bias': {}},
+      {'use_beam_search': False, 'best_of': 1, 'min_tokens': 0},
+      {'skip_special_tokens': True, 'guided_json': None, 'documents': []},
+      {'user': 'me', 'store': False, 'reasoning_effort': 'low'},
+  )
+  def test_harmless_values_of_known_fields_are_accepted(self, **fields):
+    for route in ('chat', 'completions', 'messages', 'responses'):
+      self.read(route, fields)
+
+  @parameterized.parameters('chat', 'completions', 'messages', 'responses')
+  def test_seed_of_minus_one_is_random(self, route):
+    body = self.read(route, {'seed': -1})
+    self.assertIsNone(body.seed)
+    service = service_lib.Service
+    keys = {service._make_key(mock.Mock(_key_size=2), body.seed, 0).tobytes() for _ in range(4)}
+    self.assertLen(keys, 4)
+
+  def test_samples_of_random_seed_differ(self):
+    with running() as server:
+      fields = {**ASKED, 'seed': -1, 'n': 4, 'temperature': 2.0}
+      texts = [
+          c['message']['content'] for _ in range(2) for c in post(server, fields).json()['choices']
+      ]
+    self.assertLen(set(texts), 8)
+
+  @parameterized.parameters('prefix', 'partial')
+  def test_begun_turn_is_an_error(self, name):
+    said = {'role': 'assistant', 'content': 'It is', name: True}
+    with self.assertRaisesRegex(pydantic.ValidationError, 'new turn'):
+      self.read('chat', {'messages': [*ASKED['messages'], said]})
+    self.read('chat', {'messages': [*ASKED['messages'], {**said, name: False}]})
+
+  @parameterized.parameters(
+      ('{{ m.content }}', '\n'),
+      ("{{ '<' + m.content + '>' }}", '\n'),
+      (
+          '{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}'
+          '{{ p.text }}{% endfor %}{% endif %}',
+          '',
+      ),
+      (
+          '{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}'
+          '{{ p.text + " " }}{% endfor %}{% endif %}',
+          ' ',
+      ),
+  )
+  def test_parts_of_text_are_joined_as_in_vllm(self, shown, separator):
+    tokenizer = tiny_tokenizer.load('{% for m in messages %}' + shown + '{% endfor %}')
+    template = template_lib.Template(tokenizer, 1000)
+    self.assertEqual(template.part_separator, separator)
+    parts = [{'type': 'text', 'text': text} for text in ('one', 'two')]
+    result = {'type': 'tool_result', 'tool_use_id': 'x', 'content': parts, 'is_error': True}
+    item = {'role': 'user', 'content': [{'type': 'input_text', 'text': t} for t in ('one', 'two')]}
+    expected = f'one{separator}two'
+    for body, text in (
+        (self.read('chat', {'messages': [{'role': 'user', 'content': parts}]}), expected),
+        (self.read('messages', {'messages': [{'role': 'user', 'content': parts}]}), expected),
+        (self.read('responses', {'input': [item]}), expected),
+        (
+            self.read('messages', {'messages': [{'role': 'user', 'content': [result]}]}),
+            f'Error: {expected}',
+        ),
+    ):
+      (message,) = body.conversation_with(template.part_separator)
+      self.assertEqual(message['content'], text)
 
 
 class ThoughtsTest(parameterized.TestCase):

@@ -44,24 +44,47 @@ _IGNORED = frozenset(
     # The model thinks and writes as it was trained to.
     'reasoning_effort verbosity thinking'.split()
 )
-_NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
-# Fields of which other values change no answer. `False` would change one of the first two.
+_NEUTRAL = (None, [], {})  # values of unknown fields that change no answer
+# Values that change no answer, of fields that other servers know. Other values are errors.
 _NEUTRAL_OF: dict[str, tuple[Any, ...]] = {
     'skip_special_tokens': (True,),
     'detokenize': (True,),
     'add_special_tokens': (True, False),
     'add_generation_prompt': (True,),
+    'continue_final_message': (False,),
     'include_reasoning': (True,),
-    'modalities': (['text'], []),
-    'length_penalty': (1,),
-    'repetition_penalty': (1,),
+    'cache_prompt': (True, False),
+    'do_sample': (True,),
+    'modalities': (['text'],),
     'best_of': (1,),
+    'suffix': ('',),
+    'grammar': ('',),
+    'seed': (-1,),
+    'top_k': (0, -1),
+    'truncate_prompt_tokens': (-1,),
+    'thinking_budget': (-1,),
+    'tool_choice': ('none',),
+    **dict.fromkeys(('length_penalty', 'repetition_penalty', 'repeat_penalty', 'typical_p'), (1,)),
+    **dict.fromkeys(
+        'min_p min_tokens frequency_penalty presence_penalty no_repeat_ngram_size mirostat n_probs '
+        'num_logprobs dry_multiplier xtc_probability dynatemp_range '.split(),
+        (0,),
+    ),
+    **dict.fromkeys(
+        'use_beam_search echo logprobs parallel_tool_calls return_token_ids background raw '
+        'return_tokens_as_token_ids return_logprob return_hidden_states return_progress '
+        'timings_per_token use_tqdm ignore_eos no_stop_trim'.split(),
+        (False,),
+    ),
 }
 # Fields of messages that hold what the assistant did, in forms that are not read.
 _OTHER_CONTENTS = {
     'function_call': 'send tool_calls',
     'refusal': 'send its text as content',
     'audio': 'send a text as content',
+    # A turn that the client has begun. DeepSeek, Mistral, Moonshot and Qwen continue it.
+    'prefix': 'a new turn begins after the message, so leave it out',
+    'partial': 'a new turn begins after the message, so leave it out',
 }
 # Where clients put a thought that the turn's text had between <think> and </think>.
 THOUGHT_FIELDS = (
@@ -108,13 +131,18 @@ def _parse_arguments(value: Any) -> Any:
 
 def _is_neutral(name: str, value: Any) -> bool:
   """Returns whether an unknown field changes no answer."""
-  return name in _IGNORED or value in _NEUTRAL_OF.get(name, _NEUTRAL)
+  return name in _IGNORED or value in (*_NEUTRAL, *_NEUTRAL_OF.get(name, ()))
 
 
 def _check_stop(value: Any) -> Any:
   if value == '':
     raise ValueError('an empty text ends no answer: leave it out')
   return value
+
+
+def _read_seed(value: Any) -> Any:
+  """Returns a seed; None for -1, with which vLLM and llama.cpp take a random one."""
+  return None if value == -1 else value
 
 
 def _check_messages(value: Any) -> Any:
@@ -198,14 +226,20 @@ class TextPart(Part):
 TextParts = Annotated[list[TextPart], pydantic.BeforeValidator(listed_parts)]
 
 
-def join(parts: Iterable[WithText]) -> str:
+def join(parts: Iterable[WithText], separator: str = '') -> str:
   """Returns the text of a content."""
-  return ''.join(part.text for part in parts)
+  return separator.join(part.text for part in parts)
 
 
-def join_system(parts: Iterable[TextPart]) -> str:
+def text_parts(parts: Iterable[WithText]) -> list[dict[str, str]]:
+  """Returns the parts of a content of a chat."""
+  return [{'type': 'text', 'text': part.text} for part in parts]
+
+
+def join_system(parts: Iterable[TextPart], separator: str = '') -> str:
   """Returns the text of a system prompt, without Claude Code's line about its billing."""
-  return ''.join(_BILLING.sub('', part.text) for part in parts)
+  texts = [_BILLING.sub('', part.text) for part in parts]
+  return separator.join(filter(None, texts))
 
 
 class Message(Part):
@@ -230,14 +264,14 @@ class Message(Part):
     thoughts = [_read_thought(fields[name]) for name in THOUGHT_FIELDS if fields.get(name)]
     return fields | {'thought': next(filter(None, thoughts), '')}
 
-  def to_dict(self) -> dict[str, Any]:
+  def to_dict(self, separator: str = '') -> dict[str, Any]:
     """Returns the message for a chat template. A thought is in the content of its turn."""
     message = self.model_dump(exclude_none=True, exclude={'thought'})
-    message['content'] = join(self.content)
+    message['content'] = join(self.content, separator)
     if self.role == 'assistant':
       message['content'] = turns.join_thought(self.thought, message['content'])
     if self.role == 'system':
-      message['content'] = join_system(self.content)
+      message['content'] = join_system(self.content, separator)
     if self.role == 'developer':
       message['role'] = 'system'
     if self.role != 'assistant' or not self.tool_calls:
@@ -311,7 +345,9 @@ class CompletionBody(ClientBody):
   max_completion_tokens: TokenCount | None = None
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
   stop: Annotated[Stops, pydantic.BeforeValidator(listed)] = []
-  seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
+  seed: Annotated[int | None, pydantic.BeforeValidator(_read_seed)] = pydantic.Field(
+      None, ge=-(2**63), lt=2**63
+  )
   stream_options: dict[str, bool] = {}
   include_stop_str_in_output: bool = False
   return_token_ids: bool = False
@@ -344,21 +380,34 @@ class CompletionBody(ClientBody):
 class JsonSchema(Part):
   """The name and the schema of a JSON text."""
 
-  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')] = {}
+  model_config = pydantic.ConfigDict(extra='forbid')
+
+  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')]
+  name: str = ''
+  description: str = ''
+  strict: bool = True  # changes nothing: the text follows the schema in any case
 
 
 class ResponseFormat(Part):
   """The form of an answer's text."""
 
+  model_config = pydantic.ConfigDict(extra='forbid')
+
   type: Literal['text', 'json_object', 'json_schema'] = 'text'
-  json_schema: JsonSchema = JsonSchema()
+  json_schema: JsonSchema | None = None
+
+  @pydantic.model_validator(mode='after')
+  def _check_schema(self) -> Self:
+    if (self.type == 'json_schema') != (self.json_schema is not None):
+      raise ValueError("send type='json_schema' with json_schema={'name': .., 'schema': {..}}")
+    return self
 
   @property
   def schema_of_text(self) -> dict[str, Any] | None:
     """The schema that the text must follow; None: there is none."""
-    if self.type == 'text':
-      return None
-    return self.json_schema.json_schema if self.type == 'json_schema' else {'type': 'object'}
+    if self.json_schema is not None:
+      return self.json_schema.json_schema
+    return {'type': 'object'} if self.type == 'json_object' else None
 
 
 class NamedFunction(Part):
@@ -439,8 +488,12 @@ class ChatBody(CompletionBody):
 
   @property
   def conversation(self) -> list[dict[str, Any]]:
-    """The messages as chat templates expect them."""
-    return [message.to_dict() for message in self.messages]
+    """The messages as chat templates expect them, where parts are joined by nothing."""
+    return self.conversation_with('')
+
+  def conversation_with(self, separator: str) -> list[dict[str, Any]]:
+    """Returns the messages as chat templates expect them. See `Template.part_separator`."""
+    return [message.to_dict(separator) for message in self.messages]
 
   @property
   def offered_tools(self) -> list[Any]:

@@ -57,10 +57,11 @@ class ToolResult(api.Part):
 
   def to_chat(self) -> dict[str, Any]:
     """Returns the message of a chat. It marks an error as the package's own tools do."""
-    text = api.join(self.content)
-    if self.is_error and not text.startswith('Error'):
-      text = f'Error: {text}'
-    return {'role': 'tool', 'tool_call_id': self.tool_use_id, 'content': text}
+    content = api.text_parts(self.content)
+    if self.is_error and not api.join(self.content).startswith('Error'):
+      first = content[0]['text'] if content else ''
+      content[:1] = [{'type': 'text', 'text': f'Error: {first}'}]
+    return {'role': 'tool', 'tool_call_id': self.tool_use_id, 'content': content}
 
 
 class Thinking(api.Part):

@@ -20,6 +20,7 @@ from typing import Annotated
 from typing import Any
 from typing import ClassVar
 from typing import Literal
+from typing import Self
 import uuid
 
 import pydantic
@@ -214,12 +215,24 @@ class ToolNames(api.Part):
 class TextFormat(api.Part):
   """The form of the answer's text."""
 
+  model_config = pydantic.ConfigDict(extra='forbid')
+
   type: Literal['text', 'json_object', 'json_schema'] = 'text'
   name: str = ''
-  json_schema: Annotated[dict[str, Any], pydantic.Field(alias='schema')] = {}
+  description: str = ''
+  strict: bool = True  # changes nothing: the text follows the schema in any case
+  json_schema: Annotated[dict[str, Any] | None, pydantic.Field(alias='schema')] = None
+
+  @pydantic.model_validator(mode='after')
+  def _check_schema(self) -> Self:
+    if (self.type == 'json_schema') != (self.json_schema is not None):
+      raise ValueError("send type='json_schema' with name and schema")
+    return self
 
   def to_chat(self) -> dict[str, Any]:
     """Returns the `response_format` of a chat."""
+    if self.json_schema is None:
+      return {'type': self.type}
     return {'type': self.type, 'json_schema': {'schema': self.json_schema}}
 
 
@@ -297,6 +310,9 @@ class ResponsesBody(api.ClientBody):
     fields['instructions'] = self.instructions or None
     if self.text.format.type != 'json_schema':
       fields['text']['format'] = {'type': self.text.format.type}
+    for name in ('description', 'strict'):
+      if name not in self.text.format.model_fields_set:
+        fields['text']['format'].pop(name, None)
     return fields
 
 
@@ -362,7 +378,7 @@ def _to_messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
       new['tool_calls'] = [*turn.get('tool_calls', ()), call]
       belongs = True
     elif isinstance(item, MessageItem) and item.role == 'assistant':
-      new['content'] = api.join(item.content)
+      new['content'] = api.text_parts(item.content)
       belongs = not {'content', 'tool_calls'} & set(turn)
     else:
       belongs = False
@@ -372,9 +388,10 @@ def _to_messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
     if new:
       turn = {'role': 'assistant'} | turn | new
     elif isinstance(item, ResultItem):
-      yield {'role': 'tool', 'tool_call_id': item.call_id, 'content': api.join(item.output)}
+      output = api.text_parts(item.output)
+      yield {'role': 'tool', 'tool_call_id': item.call_id, 'content': output}
     else:
-      yield {'role': item.role, 'content': api.join(item.content)}
+      yield {'role': item.role, 'content': api.text_parts(item.content)}
   if turn:
     yield turn
 

@@ -230,7 +230,7 @@ class Service:
         self._grammars.start(grammar)  # compiles it here, or rejects it
       return plans, grammar
     if isinstance(body, api.ChatBody):
-      first = session.plan(body.conversation, body.offered_tools)
+      first = session.plan(self._conversation(body), body.offered_tools)
     else:
       first = session.plan_prompt(body.prompt[0])
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a separate segment
@@ -258,9 +258,12 @@ class Service:
   def _encode_prompts(self, body: Body) -> Iterator[list[int]]:
     """Yields the ids of each prompt. A text may be a chat that the client's template wrote."""
     if isinstance(body, api.ChatBody):
-      yield self.template.encode(body.conversation, body.offered_tools)
+      yield self.template.encode(self._conversation(body), body.offered_tools)
     else:
       yield from map(self.template.encode_prompt, body.prompt)
+
+  def _conversation(self, body: api.ChatBody) -> list[dict[str, Any]]:
+    return body.conversation_with(self.template.part_separator)
 
   def _make_answer(
       self,

@@ -424,9 +424,9 @@ class Session:
         self._show_difference(segment, messages)
         return 'rewritten'
     for message in messages:
-      segment = self._index.find(message)
-      if segment is not None:
-        self._show_difference(segment, messages)
+      owner = self._index.find(message)
+      if owner is not None:
+        self._show_difference(owner, messages)
         return 'rewritten'
     return 'conversations'
 

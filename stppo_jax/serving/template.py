@@ -259,7 +259,7 @@ class Template:
     """
     if not (self._gaps.short_ids or self._gaps.names):
       return list(messages)
-    resolved = []
+    resolved: list[Message] = []
     names: dict[str, str] = {}  # of the calls without a result, by their ids
     for position, message in enumerate(messages):
       message = dict(message)
@@ -306,6 +306,24 @@ class Template:
       content = form.declare() + written[first]['content']
       written[first] = {**written[first], 'content': content}
     return written
+
+  @functools.cached_property
+  def part_separator(self) -> str:
+    """The text between the parts of a message, as in vLLM.
+
+    A template that takes lists of parts joins them itself. For other templates vLLM joins them by
+    line breaks. Without a template they are joined by nothing.
+    """
+    if self.tokenizer.render is None:
+      return ''
+    parts = [{'type': 'text', 'text': text} for text in (_SEEN, _SEEN_LATER)]
+    try:
+      text = self.tokenizer.render([{'role': 'user', 'content': parts}])
+    except Exception:  # a template may raise anything
+      return '\n'
+    _, is_shown, rest = text.partition(_SEEN)
+    between, is_joined, _ = rest.partition(_SEEN_LATER)
+    return between if is_shown and is_joined and not between.strip() else '\n'
 
   @functools.cached_property
   def _gaps(self) -> _Gaps:
