@@ -443,6 +443,32 @@ class ReaderTest(parameterized.TestCase):
     np.testing.assert_allclose(found, [2 * third, 2 * third, -third, -third], rtol=1e-6)
 
   @parameterized.parameters(
+      ({'metrics': {'em': 'high'}},),
+      ({'counts': {'cut': [1]}},),
+      ({'rewards': ['one']},),
+      ({'group': {'of': 1}},),
+      ({'whole_score': 'high'},),
+  )
+  def test_own_document_with_another_type_is_left_out(self, wrong):
+    tokenizer = tiny()
+    turn = types.Turn(np.array([71], np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
+    episode = types.Episode(types.Task('q', ''), 0, np.array([70], np.int32), [turn])
+    document = write(episode, tokenizer)
+    document['extra']['stppo_jax'] |= wrong
+    self.write('a.json', document)
+    self.write('b.json', make(step('user', 'go'), step('agent', 'hi')))
+    (batch,) = self.read(tokenizer)
+    self.assertLen(batch.episodes, 1)
+    self.assertIn('1 trajectories are left out', self.told[0])
+
+  def test_session_id_that_is_no_text_is_left_out(self):
+    document = make(step('user', 'go'), step('agent', 'hi'))
+    self.write('a.json', document | {'session_id': {'of': 1}})
+    self.write('b.json', document)
+    (batch,) = self.read(tiny())
+    self.assertLen(batch.episodes, 1)
+
+  @parameterized.parameters(
       ({'kind': '../escaped'}, "kind '../escaped'"),
       ({'kind': 'escaped'}, "kind 'escaped'"),
       ({'kind': ['train']}, 'kind '),

@@ -101,7 +101,14 @@ class MetricsWriterTest(parameterized.TestCase):
     self._write_steps([6], resume_step=resume_step)
     self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], left + [6])
 
-  @parameterized.parameters(b'{"step": 4, "a": 0.', b'{"step": 4, "a"\n', b'4\n', b'{"a": 1}\n')
+  @parameterized.parameters(
+      b'{"step": 4, "a": 0.',
+      b'{"step": 4, "a"\n',
+      b'4\n',
+      b'{"a": 1}\n',
+      b'{"step": "4"}\n',
+      b'{"step": 1e400}\n',
+  )
   def test_torn_last_line(self, torn):
     """A crash in the middle of a write: the next line must not be joined to the partial one."""
     self._write_steps([1, 2, 3])

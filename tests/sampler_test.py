@@ -144,6 +144,21 @@ class SampleTokenTest(parameterized.TestCase):
       token, _ = self.draw(self.LOGITS, 50, **settings)
       np.testing.assert_array_equal(token, 1)
 
+  def test_minus_zero_equals_zero(self):
+    logits = np.array([-0.0, 0.0, -5.0, -5.0], np.float32)
+    for settings in ({'temperature': 0.0}, {'top_k': 1}, {'top_p': 0.01}):
+      token, _ = self.draw(logits, 3, **settings)
+      np.testing.assert_array_equal(token, 0)
+
+  def test_a_nan_of_either_sign_shows_in_the_logp(self):
+    for bits in (0x7FC00000, 0xFFC00000):
+      nan = np.array([bits], np.uint32).view(np.float32)[0]
+      logits = np.array([0.0, nan, 1.0, 2.0], np.float32)
+      for settings in ({}, {'temperature': 0.0}, {'top_k': 2}, {'top_p': 0.5}):
+        with self.subTest(bits=bits, **settings):
+          _, logp = self.draw(logits, 3, **settings)
+          self.assertTrue(np.isnan(logp).all())
+
   def test_greedy_reports_the_plain_logp(self):
     _, logp = self.draw(self.LOGITS, 1, temperature=0.0)
     self.assertAlmostEqual(float(logp[0]), float(jax.nn.log_softmax(self.LOGITS)[1]), places=6)

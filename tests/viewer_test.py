@@ -60,6 +60,16 @@ class ViewerTest(parameterized.TestCase):
     self.assertEqual([after[2]['updates'], after[2]['last']], [4, 0.9])
     self.assertEqual(json.loads(self._get('/api/run?name=b'))['updates'], 4)
 
+  def test_one_unreadable_run_hides_no_other(self):
+    for line in ({'step': '7', 'a': 1}, {'step': 5, 'val-core/all/em': 'high'}):
+      folder = os.path.join(self.folder, 'c')
+      os.makedirs(folder, exist_ok=True)
+      rows = [{'step': 1, 'val-core/all/em': 0.5}, line]
+      with open(os.path.join(folder, 'metrics.jsonl'), 'w', encoding='utf-8') as file:
+        file.writelines(json.dumps(row) + '\n' for row in rows)
+      names = [row['name'] for row in json.loads(self._get('/api/runs'))]
+      self.assertContainsSubset(['a/seed_0', 'a/seed_1', 'b'], names)
+
   def test_run_is_what_the_report_shows(self):
     data = json.loads(self._get('/api/run?name=a/seed_1'))
     expected = json.loads(report.to_json(report.page_data(os.path.join(self.folder, 'a/seed_1'))))

@@ -131,7 +131,8 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
     for number, raw in enumerate(file, 1):
       try:
         line = json.loads(raw)
-        int(line['step'])
+        if type(line['step']) is not int:
+          raise ValueError
       except (ValueError, KeyError, TypeError):
         if raw.strip():
           logging.warning('%s:%d is not a whole metrics line; left out.', path, number)

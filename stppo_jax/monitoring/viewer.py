@@ -94,7 +94,14 @@ def list_runs(folder: str) -> list[dict[str, Any]]:
     age_s = None
     if size:
       age_s = time.time() - time_ns / 1e9
-    rows.append({**_summary(name, path, state), 'age_s': age_s})
+    try:
+      summary = _summary(name, path, state)
+    except (
+        Exception
+    ) as error:  # another program may have written the file, and other runs are shown
+      logging.log_first_n(logging.WARNING, '%s is not shown: %r', 1, path, error)
+      continue
+    rows.append({**summary, 'age_s': age_s})
   return rows
 
 

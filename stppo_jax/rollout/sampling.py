@@ -103,7 +103,7 @@ def make_draw(settings: jax.Array, top_k: int = 0) -> Draw:
   def draw_uncut(logits, scaled, keys):
     if not 0 < top_k < logits.shape[1]:
       return _draw(scaled, keys)
-    top_logits, ids = jax.lax.top_k(scaled, top_k)  # likeliest first
+    top_logits, ids = _top_k(scaled, top_k)  # likeliest first
     choice, logp = _draw(top_logits, keys)
     return _take(ids, choice), logp
 
@@ -151,6 +151,17 @@ def _likeliest(logits):
   return token.astype(jnp.int32)
 
 
+def _top_k(logits, k):
+  """Returns (logits, ids) [..,k] of the k likeliest tokens, of logits [..,V].
+
+  -0 equals 0, where the order of `jax.lax.top_k` would put it last. A NaN, which may be ordered
+  first or last, makes all logits of its row NaN, so that it shows in the log-prob.
+  """
+  is_broken = jnp.isnan(logits).any(axis=-1, keepdims=True)
+  logits = jnp.where(is_broken, jnp.nan, logits)
+  return jax.lax.top_k(jnp.where(logits == 0, jnp.abs(logits), logits), k)
+
+
 def _plain_logp(logits, token):
   """Returns the log-prob of a token at temperature 1, uncut."""
   logp = jax.nn.log_softmax(logits)
@@ -162,7 +173,7 @@ def _draw_cut(logits, key, top_p, top_k):
   size = logits.size
   if 0 < top_k < size:
     size = top_k
-  logits, ids = jax.lax.top_k(logits, size)
+  logits, ids = _top_k(logits, size)
   probs = jax.nn.softmax(logits)
   mass_before = jnp.cumsum(probs) - probs
   is_first = jnp.arange(size) == 0  # it stays, however small top_p is

@@ -85,6 +85,9 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
       record = own_record(document)
       if record is None:
         _add_reward(episodes, file)
+      kind, step = (record['kind'], record['step']) if record else ('train', 0)
+      lines = episodes_lib.to_records(episodes, reader.tokenizer, step, kind)
+      json.dumps(lines)  # a document with fields of other types cannot be written
     except types.UserError:
       raise
     except _UNUSABLE as error:
@@ -167,9 +170,10 @@ class AtifReader:
     is_masked = not trained or not _is_trainable(document)
     turns = all_turns if is_masked else trained
     self.num_masked += len(all_turns) if is_masked else len(all_turns) - len(trained)
-    task = types.Task(
-        id=document.get('session_id') or name, question=question, dataset=document['agent']['name']
-    )
+    session_id = document.get('session_id') or name
+    if not isinstance(session_id, str):
+      raise ValueError(f'session_id is {types.shown(session_id)}, and a text is needed')
+    task = types.Task(id=session_id, question=question, dataset=document['agent']['name'])
     has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
     if self.retokenize or not has_ids:
       episodes = [self._encode(task, steps, turns)]
