@@ -411,6 +411,24 @@ class ConvertTest(TreeTest):
       convert.save_hf(self.folder / 'out', config, params, source)
       self.assertEqual(hf_config.load(self.folder / 'out').family, family)
 
+  def test_export_keeps_windows_of_qwen2(self):
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
+    types = ('full',) + ('window',) * (config.num_layers - 1)
+    config = dataclasses.replace(config, layer_types=types, window=3)
+    source = self.folder / 'source'
+    source.mkdir()
+    text = json.dumps({'pre_tokenizer': {'type': 'ByteLevel'}, 'model': {}})
+    (source / 'tokenizer.json').write_text(text)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      convert.save_hf(self.folder / 'out', config, params, source)
+    self.assertIn('PreTrainedTokenizerFast(tokenizer_file=..)', logs.output[0])
+    again, loaded = convert.load_hf(self.folder / 'out')
+    self.assertEqual((again.window, again.layer_types), (3, types))
+    tokens = np.arange(1, 17)[None] % config.vocab_size
+    expected, _ = forward(params, config, tokens, None)
+    actual, _ = forward(loaded, again, tokens, None)
+    np.testing.assert_array_equal(actual, expected)
+
   def test_llama_with_output_bias_is_refused(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     config = dataclasses.replace(config, family='llama')

@@ -341,6 +341,17 @@ class DecoderTest(parameterized.TestCase):
 
     self.assertLess(temporaries(13), temporaries(18))
 
+  def test_one_scaling_for_two_kinds_of_layers_is_warned_of(self):
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    raw = SIZES | {'model_type': 'olmo3', 'sliding_window': 9}
+    raw['layer_types'] = ['sliding_attention', 'full_attention'] * (SIZES['num_hidden_layers'] // 2)
+    flat = {'rope_parameters': YARN}
+    nested = {'rope_parameters': {'full_attention': YARN, 'sliding_attention': PLAIN}}
+    for parameters, context in ((flat, self.assertLogs), (nested, self.assertNoLogs)):
+      (folder / 'config.json').write_text(json.dumps(raw | parameters), encoding='utf-8')
+      with context('absl', 'WARNING'):
+        hf_config.load(folder)
+
   def test_flags_that_are_off_trace_nothing(self):
     """The program of a plain model is the same with the neutral values of all flags."""
     config = window_config(

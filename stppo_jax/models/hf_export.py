@@ -8,6 +8,7 @@ import pathlib
 import shutil
 from typing import Any
 
+from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -175,7 +176,8 @@ def readable_by_auto_tokenizer(
 
   Choice: transformers 5 replaces the pre-tokenizer of model type qwen2 by Qwen2's and ignores the
   folder's. A model with another tokenizer is written as a Llama with biases. The bias of its
-  output is 0, so it computes the same.
+  output is 0, so it computes the same. A Llama has no windows, so a model with windows keeps its
+  type, and a warning says how to load its tokenizer.
   """
   path = folder / 'tokenizer.json'
   if config.family != 'qwen2' or not path.is_file():
@@ -183,6 +185,13 @@ def readable_by_auto_tokenizer(
   tokenizer = hf_config.read_json(path)
   pre_tokenizer = json.dumps(tokenizer.get('pre_tokenizer'), ensure_ascii=False)
   if _QWEN2_WORDS in pre_tokenizer or 'model' not in tokenizer:
+    return config
+  if any(kind.window for kind in config.layer_kinds):
+    logging.warning(
+        '%s: AutoTokenizer of transformers 5 reads another tokenizer than this one for a Qwen2 '
+        'model with windows: load it with PreTrainedTokenizerFast(tokenizer_file=..)',
+        path,
+    )
     return config
   return dataclasses.replace(config, family='llama')
 

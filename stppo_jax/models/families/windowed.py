@@ -4,6 +4,8 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from absl import logging
+
 from stppo_jax.models import decoder
 from stppo_jax.models.families import family
 from stppo_jax.types import UserError
@@ -49,6 +51,13 @@ class TwoRotations(WindowedFamily):
       raise UserError(
           f'{path}: rope_parameters has {unknown[0]}, which is not supported; allowed: '
           f'{", ".join(family.LAYER_NAMES)}; choose another model'
+      )
+    if not is_nested and (by_type.get('rope_type') or 'default') != 'default':
+      logging.warning(
+          '%s: rope_parameters has the scaling %s for all layers. It is used in the layers without '
+          'a window, and transformers 5.24 uses it in none: write one entry per type of layer',
+          path,
+          by_type['rope_type'],
       )
     full = raw
     window: dict[str, Any] = {'rope_theta': raw.get('rope_local_base_freq')}
