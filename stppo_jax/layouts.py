@@ -88,11 +88,13 @@ LAYOUTS = (
     # Answers that are texts.
     SetLayout('ASDiv', 'github.com/chaochun/nlu-asdiv-dataset', 'question', {'answer': 'text'},
            before='body'),
-    SetLayout('SVAMP', 'github.com/arkilpatel/SVAMP', 'Question', {'Answer': 'text'}, before='Body'),
+    SetLayout('SVAMP', 'github.com/arkilpatel/SVAMP', 'Question', {'Answer': 'text'},
+           before='Body'),
     SetLayout('MATH-500', _HUB + 'HuggingFaceH4/MATH-500', 'problem', {'answer': 'text'},
            needs=('subject', 'level', 'solution'), ignores=('solution',)),
     SetLayout('NuminaMath 1.5', _HUB + 'AI-MO/NuminaMath-1.5', 'problem', {'answer': 'text'},
-           needs=('question_type',), ignores=('solution*', '*_is_valid', 'correctness*', 'generations*'),
+           needs=('question_type',), ignores=('solution*', '*_is_valid', 'correctness*',
+                                                'generations*'),
            no_answer=('proof', 'notfound')),
     SetLayout('AIME 2024 with years', _HUB + 'HuggingFaceH4/aime_2024', 'problem',
            {'answer': NUMBER}, needs=('year',), ignores=('solution',)),
@@ -115,7 +117,8 @@ LAYOUTS = (
            'detected_answers*', 'context_tokens*', 'question_tokens*')),
     SetLayout('MS MARCO', _HUB + 'microsoft/ms_marco', 'query', {'answers': 'text'},
            ignores=('passages*', 'wellFormedAnswers'), no_answer=('No Answer Present.',)),
-    SetLayout('TruthfulQA', _HUB + 'truthfulqa/truthful_qa', 'question', {'correct_answers': 'text'},
+    SetLayout('TruthfulQA', _HUB + 'truthfulqa/truthful_qa', 'question',
+           {'correct_answers': 'text'},
            ignores=('best_answer', 'incorrect_answers')),
     SetLayout('SQuAD 1.1 and 2.0', 'rajpurkar.github.io/SQuAD-explorer', 'question',
            {'answers.text': 'text'}, ignores=_SPANS, spans='answers'),
@@ -137,7 +140,8 @@ LAYOUTS = (
     SetLayout('rLLM in the columns of verl', 'github.com/rllm-org/rllm', 'extra_info.question',
            {'extra_info.ground_truth': 'text'}, needs=('reward_model',),
            ignores=('prompt', 'extra_info.*', 'reward_model.*'), is_indexed=True),
-    SetLayout('SkyRL', 'github.com/NovaSky-AI/SkyRL', 'prompt', {'reward_spec.ground_truth': 'text'},
+    SetLayout('SkyRL', 'github.com/NovaSky-AI/SkyRL', 'prompt',
+           {'reward_spec.ground_truth': 'text'},
            ignores=('extra_info.*', 'reward_spec.*'), is_indexed=True),
     SetLayout('Tülu 3 and OLMo (RLVR)', _HUB + 'allenai/RLVR-GSM-MATH-IF-Mixed-Constraints',
            'messages', {'ground_truth': 'text'}),
@@ -157,13 +161,14 @@ LAYOUTS = (
            {'answer': 'letter', 'answer_index': 'index0'}, 'options', ignores=('cot_content',)),
     SetLayout('SuperGPQA', _HUB + 'm-a-p/SuperGPQA', 'question',
            {'answer_letter': 'letter', 'answer': 'text'}, 'options'),
-    SetLayout('ZebraLogic', _HUB + 'allenai/ZebraLogicBench', 'question', {'answer': ANY}, 'choices',
-           before='puzzle'),
+    SetLayout('ZebraLogic', _HUB + 'allenai/ZebraLogicBench', 'question', {'answer': ANY},
+           'choices', before='puzzle'),
     SetLayout('MuSR', _HUB + 'TAUR-Lab/MuSR', 'question',
            {'answer_index': 'index0', 'answer_choice': 'text'}, 'choices', before='narrative'),
     SetLayout('LogiQA 2.0', _HUB + 'baber/logiqa2', 'question', {'answer': 'index0'}, 'options',
            before='text', ignores=('type.*',)),
-    SetLayout('LogiQA', _HUB + 'lucasmccabe/logiqa', 'query', {'correct_option': 'index0'}, 'options'),
+    SetLayout('LogiQA', _HUB + 'lucasmccabe/logiqa', 'query', {'correct_option': 'index0'},
+           'options'),
     SetLayout('LogiQA of EleutherAI', _HUB + 'EleutherAI/logiqa', 'question', {'label': 'letter'},
            'options', needs=('context',)),
     SetLayout('ARC, CommonsenseQA, QASC', _HUB + 'allenai/ai2_arc', 'question',
@@ -208,7 +213,8 @@ LAYOUTS = (
                     'Explanation', '*domain*', '*_EV_*', '*_NEV_*',
                     'Self-reported*', 'Canary String', '*Correct*Answered*')),
     # Families: one of the usual names each. The values of the file decide what the answer means.
-    SetLayout('NQ-open, HotpotQA, 2WikiMultiHopQA, MuSiQue, GSM8K, Bamboogle, FRAMES, SimpleQA, rLLM',
+    SetLayout('NQ-open, HotpotQA, 2WikiMultiHopQA, MuSiQue, GSM8K, Bamboogle, FRAMES, SimpleQA, '
+           'rLLM',
            _HUB + 'hotpotqa/hotpot_qa', _QUESTION_NAMES, {_ANSWER_NAMES: 'text'}, is_family=True,
            ignores=('evidences*', 'supporting_facts*', 'answer_id', 'image_preview*',
                     'rationale_image*')),
@@ -218,7 +224,8 @@ LAYOUTS = (
     SetLayout('MMMLU, C-Eval, CMMLU, Global-MMLU, INCLUDE, MedMCQA as lines', _HUB + 'openai/MMMLU',
            _QUESTION_NAMES, {_OPTION_NAMES: ANY},
            'A..|opa..|option_a..|option_A..|option_0..|option_1..|option1..|optionA..|Option A..|'
-           'choice_a..|choice_A..|choice0..|choice1..|choiceA..|answerA..|answer0..|answer1..|mc_answer1..|'
+           'choice_a..|choice_A..|choice0..|choice1..|choiceA..|answerA..|answer0..|answer1..|'
+           'mc_answer1..|'
            'Option 1..|option0..|choice_0..|choice_1..', is_family=True),
 )
 # fmt: on

@@ -316,7 +316,7 @@ class ReadTest(_Test):
   )
   def test_two_conversations_are_refused(self, row, names):
     with self.assertRaisesRegex(
-        types.UserError, f'several columns may be the conversation: {names}. .*first row is .* --con'
+        types.UserError, f'several columns may be the conversation: {names}. .*first row .* --con'
     ):
       self.read(row)
 

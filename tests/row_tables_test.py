@@ -60,8 +60,17 @@ class CellsTest(parameterized.TestCase):
     self.assertEqual(cells.parsed(text), text)
 
   @parameterized.parameters(
-      (False, False), (0, False), (0.0, False), ('false', False), ('False ', False), ('0', False),
-      (True, True), (1, True), ('TRUE', True), ('1.0', True), ('yes', True),
+      (False, False),
+      (0, False),
+      (0.0, False),
+      ('false', False),
+      ('False ', False),
+      ('0', False),
+      (True, True),
+      (1, True),
+      ('TRUE', True),
+      ('1.0', True),
+      ('yes', True),
   )
   def test_flag(self, value, expected):
     self.assertIs(cells.flag('label', value), expected)

@@ -10,6 +10,7 @@ from stppo_jax import tasks as tasks_lib
 from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import show
 from stppo_jax.config import DataSettings
+from stppo_jax.sections import data_columns
 from stppo_jax.trajectories import conversations
 
 _NUM_SHOWN = 5  # questions, conversations and reasons
@@ -19,8 +20,12 @@ _MOST_CHARS = 400  # characters of a text that is shown
 def check_data(command: Command) -> None:
   """Prints the layout of a file, some of its rows, and the rows that are left out."""
   (source,) = command.operands
-  data = command.config.data
-  show('\n'.join(text(source, data, command.config.sft.min_reward)))
+  config = command.config
+  config.data.source = source
+  if config.data.columns:
+    data_columns.check(config)
+  data = config.data
+  show('\n'.join(text(source, data, config.sft.min_reward)))
 
 
 def text(source: str, data: DataSettings, min_reward: float) -> list[str]:

@@ -96,8 +96,8 @@ def read(
     source = find_source(path)
   elif not set(source) <= columns.keys():
     raise types.UserError(
-        f"config.data.columns={dict(columns)!r} names no conversation: give 'messages', or 'prompt' "
-        "and 'completion'"
+        f"config.data.columns={dict(columns)!r} names no conversation: give 'messages', or "
+        "'prompt' and 'completion'"
     )
   names = columns.values() if columns else source
   row_files.log_once(f'{path}: conversations in {", ".join(names)}')
@@ -170,7 +170,8 @@ def find_source(path: pathlib.Path) -> tuple[str, ...]:
 
 def _advice(row, name):
   return (
-      f'The columns are {cells.listed(row.fields)}, the first row is {cells.shown_row(row.fields)}. '
+      f'The columns are {cells.listed(row.fields)}, the first row is '
+      f'{cells.shown_row(row.fields)}. '
       f'Name the columns: --config.data.columns="{{\'messages\': {name!r}}}"'
   )
 
