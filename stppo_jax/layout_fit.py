@@ -72,7 +72,8 @@ _ABOUT_WORDS = frozenset(
 _CONTEXT_WORDS = frozenset(
     'context contexts passage passages paragraph paragraphs article articles table tables story '
     'document documents narrative premise puzzle background dialogue dialog conversation scenario '
-    'ctx text texts body sentence sentences hint'.split()
+    'ctx text texts body sentence sentences hint history abstract transcript excerpt chapter review '
+    'tweet email schema stimulus situation'.split()
 )
 _NAME_WORDS = frozenset('id ids title name number index key'.split())
 _MEDIA_WORDS = frozenset('image images picture video audio figure diagram photo'.split())
@@ -393,7 +394,7 @@ class _Check:
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
     self.lists = [(name,) for name in unread if profile.facts[name].num_lists]
     self.lists += _rows_of_columns(
-        profile.names, [name for name in unread if profile.facts[name].num_texts]
+        profile.names, [name for name in unread if not profile.facts[name].num_lists]
     )
     self.profile = profile
     self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint

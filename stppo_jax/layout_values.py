@@ -20,6 +20,7 @@ DECISIONS = ('yes', 'no', 'maybe')
 _UNANSWERABLE = {'answerable': False, 'is_impossible': True}
 ALIASES = 'answer_aliases'
 STATES = tuple(_UNANSWERABLE)
+_SPAN_KEYS = {'text', 'answer_start', 'answer_end', 'tokens'}  # others may say that one is wrong
 
 
 class Unanswerable(Exception):
@@ -323,8 +324,8 @@ def _texts(name, value):
   for item in values:
     if cells.is_null(item):
       continue
-    if isinstance(item, dict) and isinstance(item.get('text'), str):  # SQuAD of its authors
-      item = item['text']
+    if isinstance(item, dict) and set(item) <= _SPAN_KEYS:  # SQuAD of its authors
+      item = item.get('text')
     text = _text_of_number(item)
     if not isinstance(text, str):
       raise ValueError(f'column {name!r} is {shown(value)}: a text, a number or a list is needed')

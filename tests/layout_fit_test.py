@@ -395,6 +395,15 @@ class LayoutTest(_FileTest):
       ('drop', {'passage': 'p', 'question': 'q', 'answers_spans': {'spans': ['a', 'b']}}),
       ('narrativeqa', {'document': {'text': 'd'}, 'question': 'q', 'answers': ['a']}),
       ('gpqa_with_other_names', {'question': 'q', 'answer': 'c', 'incorrect_answers': ['a', 'b']}),
+      (
+          'marked_answers',
+          {
+              'question': 'q',
+              'answers': [{'text': 'x', 'correct': False}, {'text': 'y', 'correct': True}],
+          },
+      ),
+      ('numbers_by_column', {'question': 'q', 'a0': 5, 'a1': 6, 'a2': 7, 'answer': 1}),
+      ('dialogue', {'question': 'q', 'answer': 'a', 'history': ['Hello.', 'Who?']}),
       ('two_questions', {'question': 'q', 'problem': 'p', 'answer': 'a'}),
       ('two_option_columns', {'question': 'q', 'options': _O, 'choices': _O[::-1], 'answer': 'A'}),
       ('countdown', {'question': 'q', 'answer': {'target': 65, 'numbers': [44, 19]}}),
