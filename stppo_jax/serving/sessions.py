@@ -301,7 +301,7 @@ class Session:
     decode = self._template.tokenizer.decode
     with self._open():
       best, prefix = self._longest_of_chat(read, written)
-      if self._adopt(written, prefix.size, lambda turn: turn.end_in_chat(read, keeps, decode)):
+      if self._adopt(written, prefix, lambda turn: turn.end_in_chat(read, keeps, decode)):
         best, prefix = self._longest_of_chat(read, written)
       for turn in prefix.lacks_thoughts:
         self.counts['thoughts_kept'] += not turn.thoughts_kept
@@ -340,7 +340,7 @@ class Session:
     decode = self._template.tokenizer.decode
     with self._open():
       best, prefix = self._longest_of_prompt(prompt)
-      if self._adopt(_PLAIN, prefix.size, lambda turn: turn.end_in_prompt(prompt, decode)):
+      if self._adopt(_PLAIN, prefix, lambda turn: turn.end_in_prompt(prompt, decode)):
         best, prefix = self._longest_of_prompt(prompt)
       ids: list[int] = []
       new = prompt
@@ -385,15 +385,15 @@ class Session:
     """Returns the segment whose turns reach furthest into a request, and its prefix.
 
     A branch has the turns before it in its prompt, so the number of its turns tells nothing. Of
-    equal ones, a segment whose thoughts came back, that ends there and that is not being
-    continued is preferred.
+    equal ones, a segment is preferred whose thoughts came back, without text after the last turn,
+    and that ends there and is not being continued.
     """
     best = None
     longest = Prefix()
-    best_rank = (0, 0, False)
+    best_rank = (0, 0, 0, False)
     for segment, prefix in zip(segments, prefixes):
       is_free = segment.is_free_after(prefix.num_turns)
-      rank = (prefix.size, -len(prefix.lacks_thoughts), is_free)
+      rank = (prefix.size, -len(prefix.lacks_thoughts), -len(prefix.rest), is_free)
       if prefix.num_turns and (best is None or rank > best_rank):
         best = segment
         longest = prefix
@@ -513,20 +513,28 @@ class Session:
         1,
     )
 
-  def _adopt(self, tools: str, size: int, find_end: Callable[['_UnfinishedTurn'], int]) -> bool:
+  def _adopt(
+      self, tools: str, prefix: Prefix, find_end: Callable[['_UnfinishedTurn'], int]
+  ) -> bool:
     """Records the unfinished turns that a request shows, and returns whether there are some.
 
-    `size` is how much of the request the recorded turns cover, and `find_end` returns the number of
-    tokens that the client has kept.
+    An unfinished turn must surpass the `prefix` of the recorded ones. `find_end` returns
+    the number of tokens that the client has kept.
     """
     adopts = False
     for turn in list(self._unfinished):
       plan = turn.plan
       segment = plan.segment
       assert segment is not None
-      is_known = size > len(plan.messages or plan.prompt)  # another turn stands there
-      end = 0 if is_known or segment.tools != tools else find_end(turn)
-      if not end:
+      end = find_end(turn) if segment.tools == tools else 0
+      tokens = turn.tokens[:end]
+      text = self._template.tokenizer.decode(tokens)
+      if plan.messages:
+        is_known = prefix.size > len(plan.messages) and not prefix.rest
+      else:
+        kept = text if isinstance(plan.prompt, str) else tokens
+        is_known = prefix.size >= len(plan.prompt) + len(kept)
+      if not end or is_known:
         continue
       adopts = True
       if segment.is_extended or len(segment.ids) > len(plan.ids):  # by another request
@@ -535,8 +543,6 @@ class Session:
         self.counts[plan.kind] += 1
       self._unfinished.remove(turn)
       self.counts['unrecorded'] -= 1
-      tokens = turn.tokens[:end]
-      text = self._template.tokenizer.decode(tokens)
       said = {'role': 'assistant', 'content': text}
       self._record(plan, tokens, turn.logp[:end], [said])
     return adopts
