@@ -37,10 +37,9 @@ _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports
   python run.py list                                           # experiments and algorithms
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
-checkpoint: after the current update, or within seconds while it loads, plays episodes or waits for
-the retriever. Ctrl-C ends it immediately with exit code 130 and without a checkpoint. On several
-hosts add --distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_processes=N
---process_id=I.
+checkpoint: after the update, or within seconds while it loads, plays or waits for the retriever.
+Ctrl-C ends it immediately with exit code 130 and without a checkpoint. On several hosts add
+--distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 
