@@ -3,10 +3,8 @@
 import importlib
 import itertools
 import json
-import os
 import random
 import sys
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -287,11 +285,11 @@ class ReasoningGymTest(parameterized.TestCase):
     self.assertEqual(outcome[4]['metrics'], {'solved': 1.0, 'score': 1.0, 'answered': 1.0})
 
   @parameterized.parameters(
-      ("__import__('os').system('id')", True),
-      ('exec(chr(65))', True),
-      ('(exec #sin\n(chr(65)))', True),
-      ('[f"{open(1)}"]', True),
-      ('x.func', True),
+      ("f('a')", True),
+      ('f(1)', True),
+      ('(f #sin\n(1))', True),
+      ('["{f(1)}"[0]]', True),
+      ('x.y', True),
       ('[x][0](1)', True),
       ("['A', 'B']", False),
       ('[[0, 1], [1, 0]]', False),
@@ -304,15 +302,14 @@ class ReasoningGymTest(parameterized.TestCase):
     self.assertEqual(rg_lib.may_run_code(answer), is_refused)
 
   @parameterized.parameters('n_queens', 'spiral_matrix', 'countdown', 'simple_integration')
-  def test_scoring_runs_no_code_of_the_answer(self, name):
+  def test_answer_with_a_call_is_not_scored(self, name):
     rg = need(self, 'reasoning_gym')
     entry = rg.create_dataset(name, seed=9, size=1)[0]
     env = resolve(f'reasoning_gym:{name}').env(Task('t'), 9)
-    mark = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'executed')
     env.reset(seed=9)
-    outcome = env.step(f'<answer>open({mark!r}, "w")</answer>')
-    self.assertEqual(outcome[1], 0.0)
-    self.assertFalse(os.path.exists(mark))
+    with mock.patch.object(type(env._dataset), 'score_answer') as score:
+      self.assertEqual(env.step('<answer>f(1)</answer>')[1], 0.0)
+      score.assert_not_called()
     self.assertEqual(env.step(f'<answer>{entry["answer"]}</answer>')[1], 1.0)
 
   def test_an_answer_without_tags(self):

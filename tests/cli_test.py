@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import io
 import json
+import logging as std_logging
 import os
 import pathlib
 import platform
@@ -401,6 +402,45 @@ class ShippedExperimentTest(absltest.TestCase):
       config_file.find('experiments/mine.py')
 
 
+class LogTest(absltest.TestCase):
+
+  def test_clone_named_like_the_package_shows_no_library(self):
+    """Everything in such a clone has the name of the package in its path, libraries included."""
+    clone = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'stppo_jax')
+    libraries = clone / '.venv' / 'lib'
+    libraries.mkdir(parents=True)
+    for name in ('stppo_jax', 'experiments'):
+      shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns('*.pyc'))
+    shutil.copy(ROOT / 'run.py', clone)
+    (libraries / 'a_library.py').write_text(
+        "from absl import logging\nlogging.info('info of a library')\n"
+        "logging.warning('warning of a library')\n",
+        encoding='utf-8',
+    )
+    result = subprocess.run(
+        [sys.executable, 'run.py', '--config.data.source=a_library:missing'],
+        cwd=clone,
+        env=os.environ | {'PYTHONPATH': str(libraries)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    self.assertEqual(result.returncode, 2, result.stderr)
+    self.assertIn('warning of a library', result.stderr)
+    self.assertNotIn('info of a library', result.stderr)
+    self.assertLen(result.stderr.splitlines(), 2)  # the warning, and what is wrong
+
+  def test_own_messages_are_shown_and_those_of_orbax_are_not(self):
+    def shown(path, level):
+      return entry._is_shown(std_logging.LogRecord('absl', level, path, 1, '', (), None))
+
+    package = os.path.dirname(os.path.dirname(entry.__file__))
+    self.assertTrue(shown(os.path.join(package, 'training', 'run.py'), std_logging.INFO))
+    self.assertFalse(shown('/stppo_jax/.venv/lib/orbax/checkpoint.py', std_logging.ERROR))
+    self.assertFalse(shown('/stppo_jax/.venv/lib/jax/xla_bridge.py', std_logging.INFO))
+    self.assertTrue(shown('/stppo_jax/.venv/lib/jax/xla_bridge.py', std_logging.WARNING))
+
+
 class MainTest(parameterized.TestCase):
   """Mistakes that are found after the command line was parsed; run in this process."""
 
@@ -675,14 +715,17 @@ class SavedConfigTest(parameterized.TestCase):
   def test_commands_in_a_folder_need_trust(self):
     mark = pathlib.Path(self.workdir) / 'executed'
     config = schema.Config()
-    config.data.source, config.data.eval_split = 'os:system', f'id > {mark}'
+    module = pathlib.Path(self.workdir) / 'stranger_tasks.py'
+    module.write_text(f'open({str(mark)!r}, "w").close()\n', encoding='utf-8')
+    self.enterContext(mock.patch.object(sys, 'path', [self.workdir, *sys.path]))
+    config.data.source = 'stranger_tasks:load'
     self.write(config)
     command = ('--mode=eval', f'--workdir={self.workdir}')
     code, _, stderr = run(*command)
     self.assertEqual(code, 2)
     line = (
-        f"run.py: {self.path} names data.source='os:system': code, commands, addresses and folders "
-        'to write to are taken from a folder with --trust_workdir only; add it if you trust the '
+        f"run.py: {self.path} names data.source='stranger_tasks:load': code, commands, addresses "
+        'and folders to write to are taken from a folder with --trust_workdir only; add it if you trust the '
         'folder, or give your own --config; see docs/checkpoints.md\n'
     )
     self.assertEqual(stderr, line)
@@ -694,11 +737,11 @@ class SavedConfigTest(parameterized.TestCase):
   @parameterized.parameters(
       ('env.kind', 'm:Env'),
       ('env.kind', 'gateway:m:f'),
-      ('env.kind', 'gateway:command:id'),
+      ('env.kind', 'gateway:command:program'),
       ('env.kind', 'gem:code:CodeContest'),
       ('env.kind', 'verifiers:gsm8k'),
       ('env.kind', 'openenv:http://host'),
-      ('env.tools', ('calculator', 'mcp:rm -r x')),
+      ('env.tools', ('calculator', 'mcp:program x')),
       ('env.tools', ('m:f',)),
       ('algorithm.variant', 'm:V'),
       ('retriever.kind', 'm:f'),
@@ -754,14 +797,14 @@ class SavedConfigTest(parameterized.TestCase):
     )
 
   def test_packages_are_registries_for_env_kind_alone(self):
-    """Elsewhere their names are imported: their attributes lead to `os`."""
+    """Elsewhere their names are imported, with any attribute."""
     plugins = [path for path, rules in RULES.items() if rules.plugin and path != 'env.kind']
     self.assertIn('algorithm.ratio', plugins)
     for path in plugins:
       for package in ('gem:game', 'textarena', 'reasoning_gym'):
         config = schema.Config()
         section, name = path.split('.')
-        value = f'{package}:a.random._os.system'
+        value = f'{package}:a.b.c'
         setattr(getattr(config, section), name, value)
         self.write(config)
         found = saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), ())

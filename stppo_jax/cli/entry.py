@@ -31,6 +31,7 @@ from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 _MAX_LINE = 4000  # characters of an error
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), '')
 _EXIT_S = 1.5  # for the end of a process in which an environment or the compiler still works
 
 
@@ -181,7 +182,7 @@ def configure_logging() -> None:
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:
-  if 'stppo_jax' in record.pathname:
+  if record.pathname.startswith(_PACKAGE):  # a clone may be named like the package, too
     return True
   # Orbax prints a traceback for errors that `Checkpoints` reports in one line.
   return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
