@@ -30,7 +30,6 @@ OWN = SetLayout(
     {'answers': 'text'},
     ignores=('answer', 'options', 'options.*', 'gold', 'steps'),
 )
-USER = 'config.data.columns'
 IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
 SPLITS = ('split', 'extra_info.split', 'metadata.split')
 DATASETS = ('data_source', 'dataset', 'extra_info.data_source', 'metadata.data_source')
@@ -192,7 +191,7 @@ def _user_layout(columns, kind):
   names = [answers] if isinstance(answers, str) else answers
   return SetLayout(
       'your columns',
-      USER,
+      layouts.USER,
       columns['question'],
       dict.fromkeys(names, kind),
       options=options if isinstance(options, str) else tuple(options),

@@ -280,7 +280,7 @@ def answers_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
   if layout.spans:
     _check_spans(layout.spans, get(fields, layout.spans))
   aliases = get(fields, ALIASES)
-  if not is_empty(aliases):
+  if not is_empty(aliases) and layout.source != layouts.USER:
     answers += _texts(ALIASES, value_of(aliases))
   return tuple(dict.fromkeys(filter(None, map(str.strip, answers))))
 

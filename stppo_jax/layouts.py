@@ -13,6 +13,7 @@ CHOICE_KINDS = ('letter', 'index0', 'index1', 'text')
 ANY = 'any'
 TRUTH = 'truth'  # true or false, which become the options yes and no
 DECISION = 'decision'  # one of yes, no and maybe, which become options
+USER = 'config.data.columns'  # the source of a layout that the user describes
 NUMBER = 'number'  # a whole number that may be written with leading zeros
 
 

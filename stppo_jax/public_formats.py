@@ -202,7 +202,7 @@ def _question(fields, layout):
   """Returns the question: a column, or the end of a prompt."""
   name = layout.question
   value = values_lib.value_of(get(fields, name))
-  is_prompt = name in ('prompt', 'messages') and layout.source != layout_fit.USER
+  is_prompt = name in ('prompt', 'messages') and layout.source != layouts.USER
   if is_prompt or types.is_of(value, list[dict]):
     return _readable(name, question_of_prompt(get(fields, name), name))
   value = get(fields, name)
@@ -284,9 +284,11 @@ def _steps(fields):
 
 def _passages(fields, layout):
   """Returns (passages of a row, ids of those that hold the answer)."""
-  columns = (layout.passages,) if layout.passages else layout_fit.PASSAGES
+  columns: tuple[str, ...] = layout_fit.PASSAGES
+  if layout.source == layouts.USER:
+    columns = (layout.passages,) if layout.passages else ()
   name, value = values_lib.first_of(fields, columns)
-  if not name or layout is layout_fit.OWN:
+  if not name:
     return [], []
   parsed = values_lib.value_of(value)
   if isinstance(parsed, str):  # SQuAD, BoolQ

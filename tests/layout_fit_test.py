@@ -481,9 +481,10 @@ class UserColumnsTest(_FileTest):
     self.assertEqual([passage.text for passage in passages], ['Long.'])
 
   def test_user_answers_may_be_several_columns(self):
-    row = {'q': 'Which?', 'a': 'x', 'b': ['y', 'z'], 'answer': 'other'}
+    row = {'q': 'Which?', 'a': 'x', 'b': ['y', 'z'], 'answer': 'other', 'answer_aliases': ['o']}
+    row['context'] = 'Long.'
     (task,) = tasks.load_all(self.write([row]), {'question': 'q', 'answers': ['a', 'b']}).tasks
-    self.assertEqual(task.answers, ('x', 'y', 'z'))
+    self.assertEqual((task.answers, task.gold), (('x', 'y', 'z'), ()))
 
   def test_kind_that_does_not_fit_is_refused(self):
     columns = {'question': 'question', 'answers': 'answer', 'options': 'c', 'answer_is': 'index1'}
