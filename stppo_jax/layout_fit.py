@@ -5,7 +5,6 @@ name another answer or hold what the question is about. If no layout fits, or if
 different answers, the error says how to name the columns.
 """
 
-from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import fnmatch
@@ -16,9 +15,9 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import cells
+from stppo_jax import layout_profile as profile_lib
 from stppo_jax import layout_values as values_lib
 from stppo_jax import layouts
-from stppo_jax import row_files
 from stppo_jax import types
 from stppo_jax.layouts import SetLayout
 from stppo_jax.types import shown
@@ -30,58 +29,6 @@ OWN = SetLayout(
     {'answers': 'text'},
     ignores=('answer', 'options', 'options.*', 'gold', 'steps'),
 )
-IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
-SPLITS = ('split', 'extra_info.split', 'metadata.split')
-DATASETS = ('data_source', 'dataset', 'extra_info.data_source', 'metadata.data_source')
-PASSAGES = (
-    *('context', 'paragraphs', 'CONTEXTS', 'passage', 'article', 'flores_passage'),
-    *('metadata.context', 'metadata.paragraphs', 'metadata.metadata.paragraphs'),
-)
-FACTS = ('supporting_facts', 'metadata.supporting_facts')
-STEPS = tuple(f'{outer}question_decomposition' for outer in ('', 'metadata.', 'metadata.metadata.'))
-IMAGES = ('images', 'image', 'image_1', 'Picture')
-QUESTIONS = tuple(
-    dict.fromkeys(name for layout in layouts.LAYOUTS for name in layout.question.split('|'))
-)
-_COMMON = (
-    *IDS,
-    *SPLITS,
-    *DATASETS,
-    *FACTS,
-    *STEPS,
-    *IMAGES,
-    *values_lib.STATES,
-    values_lib.ALIASES,
-)
-
-# The name of a column that may hold the answer, whatever its values are.
-_ANSWER_NAME = re.compile(
-    r'answer|correct|truth|solution|gold|target|expected|referenc|respons|predict'
-    r'|(?<![a-z])(span|ans|right|output|completion|result|final|reply)(?![a-z])'
-)
-_OPTION_NAME = re.compile('option|choice|candidate|alternative|distractor|ending|incorrect|wrong')
-# Words in the name of a column that may name the answer if its values look like it.
-_POSITION_WORDS = frozenset('label labels key idx index num number no choice option'.split())
-# A column whose name ends with such a word describes an answer.
-_ABOUT_WORDS = frozenset(
-    'type types start starts end count url source language length format level date score scores '
-    'rating time explanation reason rationale'.split()
-)
-# Words in the name of a column without which a question may not be understood.
-_CONTEXT_WORDS = frozenset(
-    'context contexts passage passages paragraph paragraphs article articles table tables story '
-    'document documents narrative premise puzzle background dialogue dialog conversation scenario '
-    'ctx text texts body sentence sentences hint history abstract transcript excerpt chapter review '
-    'tweet email schema stimulus situation'.split()
-)
-_NAME_WORDS = frozenset('id ids title name number index key'.split())
-_MEDIA_WORDS = frozenset('image images picture video audio figure diagram photo'.split())
-_QUESTION_NAMES = frozenset('question query problem prompt instruction input goal'.split())
-# A letter, several ones, or a number, which may name options.
-_BARE = re.compile(r'\(?[A-Za-z]\)?[.)]?|[A-J]{2,}|[A-J](, ?[A-J])+|-?[0-9]+|op[a-e]')
-_SHORTEST_PROSE = 80  # characters of a text that explains an answer, and names none
-_MOST_NAMES = 400  # columns, with the keys of nested ones
-_DEPTH = 4  # levels of nested columns
 
 
 class Reading(NamedTuple):
@@ -123,59 +70,6 @@ class Misfit(Exception):
     self.number = number
 
 
-@dataclasses.dataclass
-class _Facts:
-  """What the values of a column are, over all rows of a file."""
-
-  num: int = 0  # values that are not empty
-  num_texts: int = 0
-  num_prose: int = 0  # texts that are too long for an answer
-  num_ids: int = 0  # texts with a digit and without a space
-  num_lists: int = 0  # lists or dicts of at least two texts
-  num_numbers: int = 0  # numbers and truths
-
-  def add(self, value: Any) -> None:
-    self.num += 1
-    if isinstance(value, str):
-      self.num_texts += 1
-      self.num_prose += len(value) >= _SHORTEST_PROSE or '\n' in value.strip()
-      self.num_ids += bool(re.fullmatch(r'\S*[0-9]\S*', value)) and len(value) > 2
-    self.num_lists += len(values_lib.texts_in(value)) > 1
-    self.num_numbers += isinstance(value, (int, float))
-
-  @property
-  def is_prose(self) -> bool:
-    return self.num_texts == self.num and 2 * self.num_prose >= self.num
-
-
-class _Profile(NamedTuple):
-  """The columns of a file of questions."""
-
-  path: pathlib.Path
-  names: tuple[str, ...]
-  facts: dict[str, _Facts]  # by the columns with a value
-  first: row_files.FileRow  # the first row with a question
-
-
-def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-  """Yields the columns of each question of a row: one, or those of an article of SQuAD."""
-  if not is_article(fields):
-    yield fields
-    return
-  for paragraph in fields['paragraphs']:
-    shared = {'context': paragraph.get('context'), 'title': fields.get('title')}
-    for question in paragraph.get('qas') or ():
-      yield {**shared, **question}
-
-
-def is_article(fields: Mapping[str, Any]) -> bool:
-  """Returns whether a row is an article with paragraphs and their questions (SQuAD)."""
-  paragraphs = fields.get('paragraphs')
-  if not isinstance(paragraphs, list) or not types.is_of(paragraphs, list[dict]):
-    return False
-  return bool(paragraphs) and 'qas' in paragraphs[0]
-
-
 def user_layouts(columns: Mapping[str, Any]) -> tuple[SetLayout, ...]:
   """Returns the layouts that the setting data.columns may describe."""
   options = columns.get('options', '')
@@ -201,21 +95,6 @@ def _user_layout(columns, kind):
   )
 
 
-def names_of(layout: SetLayout) -> list[str]:
-  """Returns the columns that a layout names; of a row of option columns, all possible ones."""
-  options = [layout.options] if isinstance(layout.options, str) else [*layout.options]
-  names = [layout.question, *layout.answers, *layout.wrong, *layout.needs]
-  if layout.is_family:
-    names = [name for alternatives in names for name in alternatives.split('|')]
-    options = options[0].split('|')
-  for option in options:
-    names.append(option)
-    if option.endswith('..'):
-      names += [option[:-3] + chr(ord(option[-3]) + i) for i in range(12)]
-  names += [layout.before, layout.flag, layout.id, layout.split, layout.passages]
-  return list(filter(None, names))
-
-
 _understood: dict[tuple, Reading] = {}
 
 
@@ -232,8 +111,8 @@ def understand(path: pathlib.Path, columns: Mapping[str, Any]) -> Reading:
 
 
 def _understand(path, columns):
-  light = _light_columns(path)
-  profile = _profile(path, light)
+  light = profile_lib.light_columns(path)
+  profile = profile_lib.profile_of(path, light)
   records = user_layouts(columns) if columns else (OWN, *layouts.LAYOUTS)
   checks: list[_Check] = []
   misfits: list[tuple[int, Misfit]] = []  # with the number of the check's columns
@@ -242,11 +121,11 @@ def _understand(path, columns):
       checks.append(_check_of(layout, profile, is_certain=bool(columns)))
     except Misfit as misfit:
       misfits.append((0, misfit))
-  if not checks and not columns and not any(map(_may_name_answer, profile.facts)):
-    for question in filter(profile.facts.__contains__, QUESTIONS):
+  if not checks and not columns and not any(map(profile_lib.may_name_answer, profile.facts)):
+    for question in filter(profile.facts.__contains__, profile_lib.QUESTIONS):
       layout = SetLayout('no answers', 'docs/data.md', question, {})
       return Reading(layout, {}, (), has_answers=False)
-  for row, fields in _rows(path, light):
+  for row, fields in profile_lib.rows(path, light):
     for check in list(checks):
       try:
         check.add(row.number, fields)
@@ -283,105 +162,10 @@ def _most_certain(readings):
   return []
 
 
-def _rows(path, columns):
-  """Yields (row, columns of a question in it)."""
-  for row in row_files.read(path, columns):
-    for fields in questions_of(row.fields):
-      yield row, fields
-
-
-def _light_columns(path):
-  """Returns the columns of a table without those that hold whole articles; (): all of them."""
-  if not path.name.endswith('.parquet'):
-    return ()
-  tops = {name.partition('.')[0] for layout in layouts.LAYOUTS for name in names_of(layout)}
-  heavy = [p[:-2] for layout in layouts.LAYOUTS for p in layout.ignores if p.endswith('.*')]
-  for first in row_files.read(path, ('',)):
-    return tuple(name for name in first.fields if name in tops or name not in heavy)
-  return ()
-
-
-def _profile(path, columns):
-  names: dict[str, None] = {}
-  facts: dict[str, _Facts] = {}
-  first: row_files.FileRow | None = None
-  for row, fields in _rows(path, columns):
-    first = first or row._replace(fields=dict(fields))
-    for name, value in _leaves(fields):
-      if len(names) < _MOST_NAMES:
-        names[name] = None
-      if name in names and not values_lib.is_empty(value):
-        facts.setdefault(name, _Facts()).add(value)
-  if first is None:
-    raise types.UserError(f'{path}: holds no question')
-  return _Profile(path, tuple(names), facts, first)
-
-
-def _leaves(fields, prefix='', depth=0):
-  """Yields (name, value) of the columns of a row and of the keys of nested ones."""
-  for key, value in fields.items():
-    name = f'{prefix}{key}'
-    is_object = isinstance(value, str) and value.lstrip()[:1] == '{'
-    inner = values_lib.value_of(value) if is_object else value
-    yield name, inner
-    if isinstance(inner, dict) and depth < _DEPTH:
-      yield from _leaves(inner, f'{name}.', depth + 1)
-
-
-# What the names of columns say.
-
-
-def _words(name):
-  """Returns the words of the last part of a column's name, in lower case."""
-  parts = re.findall('[A-Z]?[a-z]+|[A-Z]+|[0-9]+', name.rpartition('.')[2])
-  return [part.lower() for part in parts]
-
-
-def _is_answer_name(name):
-  last = name.rpartition('.')[2].lower()
-  return bool(_ANSWER_NAME.search(last)) and not _is_about(name)
-
-
-def _is_about(name):
-  words = _words(name)
-  return bool(words) and words[-1] in _ABOUT_WORDS
-
-
-def _may_name_answer(name):
-  is_position = bool(_POSITION_WORDS.intersection(_words(name))) and not _is_about(name)
-  return _is_answer_name(name) or is_position
-
-
-def _may_be_context(name, facts):
-  words = set(_words(name))
-  if words & _MEDIA_WORDS:
-    return True
-  is_question = '.' not in name and name.lower() in _QUESTION_NAMES
-  is_name = _is_about(name) or _words(name)[-1:] and _words(name)[-1] in _NAME_WORDS
-  is_context = is_question or words & _CONTEXT_WORDS and not is_name
-  return bool(facts.num > facts.num_numbers and is_context)
-
-
-def _rows_of_columns(names, present):
-  """Returns the rows of columns such as a0, a1, a2 or opA, opB, which may hold options.
-
-  At least two columns of a row are among the `present` ones.
-  """
-  rows = []
-  for first in names:
-    if first[-1:] in ('0', '1', 'a', 'A') and '.' not in first:
-      codes = range(ord(first[-1]), ord(first[-1]) + 10)
-      row = itertools.takewhile(names.__contains__, (first[:-1] + chr(code) for code in codes))
-      columns = tuple(row)
-      if len(set(columns) & set(present)) > 1:
-        rows.append(columns)
-  return rows
-
-
 class _Check:
   """Whether the rows of a file fit a layout. The layout of the user is certain."""
 
-  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: profile_lib.Profile, is_certain: bool):
     self.layout = layout
     is_usual = not {layouts.TRUTH, layouts.DECISION} & set(layout.answers.values())
     self.rank = 1 + is_usual * (
@@ -389,10 +173,10 @@ class _Check:
     )
     self.options = values_lib.option_columns(layout, profile.names)
     unread = () if is_certain else _unread(layout, profile, self.options)
-    self.guests = [name for name in unread if _may_name_answer(name)]
+    self.guests = [name for name in unread if profile_lib.may_name_answer(name)]
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
     self.lists = [(name,) for name in unread if profile.facts[name].num_lists]
-    self.lists += _rows_of_columns(
+    self.lists += profile_lib.rows_of_columns(
         profile.names, [name for name in unread if not profile.facts[name].num_lists]
     )
     self.profile = profile
@@ -464,15 +248,20 @@ def _check_own_names(profile):
   is_list = types.is_of(answers, list[str]) and bool(answers)
   texts = [name for name, facts in profile.facts.items() if facts.num > facts.num_numbers]
   has_own = {'gold', 'hops', 'steps', 'options'} & profile.facts.keys()
-  if not is_list or 'question' not in profile.facts or not has_own and set(PASSAGES) & set(texts):
+  if (
+      not is_list
+      or 'question' not in profile.facts
+      or not has_own
+      and set(profile_lib.PASSAGES) & set(texts)
+  ):
     raise Misfit(profile.first.number, '')
 
 
 def _unread(layout, profile, options):
   """Returns the columns that a layout does not read. Raises Misfit if the question needs one."""
-  passages = [name for name in PASSAGES if name in profile.facts][:1]
+  passages = [name for name in profile_lib.PASSAGES if name in profile.facts][:1]
   read = {layout.question, *layout.answers, *options, layout.before, layout.flag, layout.spans}
-  read |= {*_COMMON, *passages}
+  read |= {*profile_lib.COMMON, *passages}
   unread = []
   for name in profile.facts:
     is_inside = any(name.startswith(f'{column}.') for column in read - {''})
@@ -481,8 +270,8 @@ def _unread(layout, profile, options):
     if name not in read and not is_inside and not is_outside and not is_ignored:
       unread.append(name)
   for name in unread:
-    is_own_passage = layout is OWN and name in PASSAGES
-    if _may_be_context(name, profile.facts[name]) and not is_own_passage:
+    is_own_passage = layout is OWN and name in profile_lib.PASSAGES
+    if profile_lib.may_be_context(name, profile.facts[name]) and not is_own_passage:
       complaint = f'column {name!r} is not read, and the question may need it'
       raise Misfit(profile.first.number, complaint)
   return unread
@@ -491,7 +280,7 @@ def _unread(layout, profile, options):
 class _ChoiceCheck(_Check):
   """Whether the answers of a file name one of the options."""
 
-  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: profile_lib.Profile, is_certain: bool):
     super().__init__(layout, profile, is_certain)
     all_kinds: dict[str, tuple[str, ...]] = {}
     for name, kind in layout.answers.items():
@@ -531,7 +320,9 @@ class _ChoiceCheck(_Check):
       letters |= {(name, kind): letter for kind, letter in named.items() if letter}
     self._has_values.update(present)
     if present and not any(name in self.layout.answers for name in present):
-      self._unanswered.update({name: number for name in present if _is_answer_name(name)})
+      self._unanswered.update(
+          {name: number for name in present if profile_lib.is_answer_name(name)}
+      )
     for pair in itertools.combinations(letters, 2):
       if letters[pair[0]] != letters[pair[1]]:
         self._rows.setdefault(frozenset(pair), (number, shown(present[pair[0][0]])))
@@ -593,7 +384,7 @@ class _ChoiceCheck(_Check):
   def _check_agrees(self, name, kinds):
     """Raises Misfit if a column names other options than the columns with clear kinds."""
     left = (kinds[name],) if name in kinds else self._kinds[name]
-    if not left and not _is_answer_name(name):
+    if not left and not profile_lib.is_answer_name(name):
       return  # a number or a key of something else
     rows = []
     for kind in left:
@@ -615,10 +406,10 @@ _NO_CHOICE = values_lib.RowOptions({}, [], {})
 class _TextCheck(_Check):
   """Whether the answers of a file are texts, truths or decisions."""
 
-  def __init__(self, layout: SetLayout, profile: _Profile, is_certain: bool):
+  def __init__(self, layout: SetLayout, profile: profile_lib.Profile, is_certain: bool):
     super().__init__(layout, profile, is_certain)
     for columns in self.lists:
-      if _OPTION_NAME.search(columns[0].lower()):
+      if profile_lib.OPTION_NAME.search(columns[0].lower()):
         complaint = f'columns {cells.listed(columns)} may be the options'
         raise Misfit(profile.first.number, complaint)
     name = profile.path.name.lower()
@@ -645,7 +436,7 @@ class _TextCheck(_Check):
     try:
       answers = values_lib.texts_of(layout, fields)
     except values_lib.Unanswerable:
-      for name in filter(_is_answer_name, self.guests):
+      for name in filter(profile_lib.is_answer_name, self.guests):
         if values_lib.is_empty(value) and not values_lib.is_empty(values_lib.get(fields, name)):
           complaint = f'nothing and {shown(values_lib.get(fields, name))}'
           self.differences.setdefault(name, (number, complaint))
@@ -656,7 +447,7 @@ class _TextCheck(_Check):
       self._flags.setdefault(question, set()).add(is_right)
     self._num_answers += 1
     self._num_truths += answers[0].lower() in ('true', 'false')
-    self._num_bare += bool(_BARE.fullmatch(answers[0]))
+    self._num_bare += bool(profile_lib.BARE.fullmatch(answers[0]))
     self._num_lists += len(answers) > 1
     for columns in self.lists:
       cell = [values_lib.get(fields, name) for name in columns]
@@ -711,12 +502,12 @@ class _TextCheck(_Check):
   def _is_other_answer(self, guest):
     """Returns whether a column whose values differ from the answers may name another one."""
     facts = self.profile.facts[guest]
-    if _is_answer_name(guest):
+    if profile_lib.is_answer_name(guest):
       return True
     is_scalar = facts.num == facts.num_texts + facts.num_numbers
     if self._num_lists:
       return not is_scalar or self._in_range[guest] or self._in_list[guest]
-    is_flag = 'label' in _words(guest) and self._in_range[guest]
+    is_flag = 'label' in profile_lib.words_of(guest) and self._in_range[guest]
     return is_flag or facts.num > facts.num_ids + facts.num_numbers
 
 
@@ -763,11 +554,15 @@ def _refusal(profile, misfits, columns):
 def _missing(profile):
   """Returns what is missing in a file that fits no layout by the names of its columns."""
   listed = cells.listed(profile.first.fields)
-  for name in ('prompt', *QUESTIONS):
-    if name in profile.names and not any(question in profile.facts for question in QUESTIONS):
+  for name in ('prompt', *profile_lib.QUESTIONS):
+    if name in profile.names and not any(
+        question in profile.facts for question in profile_lib.QUESTIONS
+    ):
       return f'column {name!r} is empty: a question is needed'
-  if not any(question in profile.names for question in QUESTIONS):
-    return f'no question in the columns {listed}: one of {", ".join(QUESTIONS)} is needed'
+  if not any(question in profile.names for question in profile_lib.QUESTIONS):
+    return (
+        f'no question in the columns {listed}: one of {", ".join(profile_lib.QUESTIONS)} is needed'
+    )
   for layout in layouts.LAYOUTS:
     for name in layout.answers:
       outer, _, inner = name.partition('.')
@@ -780,16 +575,16 @@ def _missing(profile):
 def _suggestion(profile):
   """Returns a value of data.columns for a file, with the columns that may be meant."""
   names = list(profile.facts)
-  questions = [name for name in (*QUESTIONS, *names) if name in names]
-  answers = [name for name in names if _is_answer_name(name)]
-  answers += [name for name in names if _may_name_answer(name)]
-  rows = [list(row) for row in _rows_of_columns(profile.names, names)]
+  questions = [name for name in (*profile_lib.QUESTIONS, *names) if name in names]
+  answers = [name for name in names if profile_lib.is_answer_name(name)]
+  answers += [name for name in names if profile_lib.may_name_answer(name)]
+  rows = [list(row) for row in profile_lib.rows_of_columns(profile.names, names)]
   options = [name for name in names if profile.facts[name].num_lists and name not in answers[:1]]
   columns: dict[str, Any] = {'question': questions[0], 'answers': (answers or ['COLUMN'])[0]}
   if options or rows:
     columns['options'] = (options or rows)[0]
     columns['answer_is'] = '|'.join(layouts.CHOICE_KINDS)
-  passages = [name for name in names if _may_be_context(name, profile.facts[name])]
+  passages = [name for name in names if profile_lib.may_be_context(name, profile.facts[name])]
   passages = [name for name in passages if name not in questions]
   if passages:
     columns['passages'] = passages[0]

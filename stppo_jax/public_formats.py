@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from stppo_jax import cells
 from stppo_jax import layout_fit
+from stppo_jax import layout_profile as profile_lib
 from stppo_jax import layout_values as values_lib
 from stppo_jax import layouts
 from stppo_jax import row_files
@@ -47,16 +48,16 @@ def canonical_split(name: str) -> str:
 
 def is_question(fields: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
   """Returns whether a row has a question, and is no passage of a corpus."""
-  names = (columns['question'],) if columns else layout_fit.QUESTIONS
-  return any(get(fields, name) is not None for name in names) or layout_fit.is_article(fields)
+  names = (columns['question'],) if columns else profile_lib.QUESTIONS
+  return any(get(fields, name) is not None for name in names) or profile_lib.is_article(fields)
 
 
 def known_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the columns of a table that may be read for a question or its passages."""
   records = layout_fit.user_layouts(columns) if columns else layouts.LAYOUTS
-  names = [name for layout in records for name in layout_fit.names_of(layout)]
-  names += [*layout_fit.IDS, *layout_fit.SPLITS, *layout_fit.DATASETS, *layout_fit.PASSAGES]
-  names += [*layout_fit.FACTS, *layout_fit.STEPS, *layout_fit.IMAGES, *values_lib.STATES]
+  names = [name for layout in records for name in profile_lib.names_of(layout)]
+  names += [*profile_lib.IDS, *profile_lib.SPLITS, *profile_lib.DATASETS, *profile_lib.PASSAGES]
+  names += [*profile_lib.FACTS, *profile_lib.STEPS, *profile_lib.IMAGES, *values_lib.STATES]
   names += [values_lib.ALIASES, 'title', 'index', 'file_name']
   return tuple(dict.fromkeys([*names, *(name.partition('.')[0] for name in names)]))
 
@@ -80,7 +81,7 @@ class SetReader:
     UserError: it cannot be read, with the name of a column.
     """
     with row_files.explain(self._path, row.number):
-      for fields in layout_fit.questions_of(row.fields):
+      for fields in profile_lib.questions_of(row.fields):
         yield self._question(row, fields)
 
   def _question(self, row, fields):
@@ -102,12 +103,12 @@ class SetReader:
     group_is_split = canonical_split(row.group) in SPLITS
     group_split = row.group if group_is_split else ''
     dataset = '' if group_is_split else row.group
-    split_columns = (layout.split,) if layout.split else layout_fit.SPLITS
+    split_columns = (layout.split,) if layout.split else profile_lib.SPLITS
     task = types.Task(
         id=self._id(row, fields),
         question=question,
         answers=answers,
-        dataset=_name(fields, layout_fit.DATASETS) or dataset or 'unnamed',
+        dataset=_name(fields, profile_lib.DATASETS) or dataset or 'unnamed',
         split=_name(fields, split_columns) or group_split,
         hops=hops,
         gold=tuple(dict.fromkeys(gold)),
@@ -119,15 +120,15 @@ class SetReader:
     return Question(task, passages, has_id=has_id)
 
   def _id_columns(self):
-    return (self._layout.id,) if self._layout.id else layout_fit.IDS
+    return (self._layout.id,) if self._layout.id else profile_lib.IDS
 
   def _id(self, row, fields):
     if self._layout.is_indexed:  # verl's rows have an index, and no id
       _, index = values_lib.first_of(fields, ('index', 'extra_info.index'))
       if index is None:
         index = row.number - 1
-      dataset = _name(fields, layout_fit.DATASETS) or 'unnamed'
-      return f'{dataset}-{_name(fields, layout_fit.SPLITS)}-{index}'
+      dataset = _name(fields, profile_lib.DATASETS) or 'unnamed'
+      return f'{dataset}-{_name(fields, profile_lib.SPLITS)}-{index}'
     name, value = values_lib.first_of(fields, self._id_columns())
     if not name:
       own = row.key or f'{self._path.name.partition(".")[0]}-{row.number}'
@@ -191,7 +192,7 @@ def _name(fields, names):
 def _check_is_text(fields):
   """Raises Unanswerable for a question about an image or a file."""
   is_gaia = 'Final answer' in fields  # elsewhere the column says where a row comes from
-  for name in (*layout_fit.IMAGES, 'file_name'):
+  for name in (*profile_lib.IMAGES, 'file_name'):
     is_about = name != 'file_name' or is_gaia
     if is_about and not values_lib.is_empty(get(fields, name)):
       kind = 'names a file' if name == 'file_name' else 'holds an image'
@@ -272,7 +273,7 @@ def _content(content):
 
 def _steps(fields):
   """Returns (sub-question, answer) pairs of MuSiQue."""
-  value = values_lib.value_of(values_lib.first_of(fields, layout_fit.STEPS)[1])
+  value = values_lib.value_of(values_lib.first_of(fields, profile_lib.STEPS)[1])
   if not types.is_of(value, list[dict]):
     return ()
   steps = []
@@ -284,7 +285,7 @@ def _steps(fields):
 
 def _passages(fields, layout):
   """Returns (passages of a row, ids of those that hold the answer)."""
-  columns: tuple[str, ...] = layout_fit.PASSAGES
+  columns: tuple[str, ...] = profile_lib.PASSAGES
   if layout.source == layouts.USER:
     columns = (layout.passages,) if layout.passages else ()
   name, value = values_lib.first_of(fields, columns)
@@ -361,7 +362,7 @@ _TEXT_KEYS = ('paragraph_text', 'sentences', 'text', 'content', 'context')
 
 def _supporting_titles(fields):
   """Returns the titles of the paragraphs that hold the answer (HotpotQA, 2WikiMultiHopQA)."""
-  value = values_lib.value_of(values_lib.first_of(fields, layout_fit.FACTS)[1])
+  value = values_lib.value_of(values_lib.first_of(fields, profile_lib.FACTS)[1])
   if isinstance(value, dict):
     value = value.get('title')
   titles = set()
