@@ -294,7 +294,7 @@ class SchemaTest(parameterized.TestCase):
       self.assertFalse(accepts(grammar, text.replace(right, wrong)))
 
   def test_grammar_without_end_is_an_error(self):
-    with self.assertRaisesRegex(ValueError, 'patternProperties.*property .s.'):
+    with self.assertRaisesRegex(ValueError, 'patternProperties.*properties, s'):
       parameters = OBJECTS[17]
       GRAMMARS().of_answer('hermes', [{'name': 'f', 'parameters': parameters}], None, False)
     with self.assertRaisesRegex(ValueError, 'patternProperties'):

@@ -19,6 +19,7 @@ from stppo_jax.envs import tool_calls
 from stppo_jax.serving import text_schemas
 
 _MAX_CACHED = 32  # compiled grammars
+_MAX_CHECKED = 1024  # terminals
 # As `json.dumps` and chat templates write it. Where white space is free, a model may write nothing
 # else until its answer ends.
 _OPTIONS = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
@@ -72,6 +73,7 @@ class Grammars:
     self._tokenizer = tokenizer
     self._lock = threading.Lock()
     self._compiled: dict[str, Any] = {}  # the oldest first
+    self._contradictions: dict[tuple[str, str], bool] = {}  # whether terminals hold for no text
 
   def start(self, grammar: str) -> Matcher:
     """Returns the start of a grammar. Raises ValueError: it is none, and Missing."""
@@ -186,13 +188,28 @@ class Grammars:
     The text holds nothing that the form would read as a tag.
     """
     root = tool_calls.schema_root(function)
-    terminal = f'{text_schemas.terminal(schema, root)} & ~({forbidden})'
-    quoted = self.of_schema({**_definitions(root), 'allOf': [schema]})
-    matcher = self._library.LLMatcher(self._vocabulary, quoted, log_level=0)
-    if 'nsatisfiable' in matcher.get_error() or self._is_empty(terminal):
-      raise ValueError(f'the schema {str(schema)[:80]} allows no text')
+    allowed = text_schemas.terminal(schema, root)
+    terminal = f'{allowed} & ~({forbidden})'
+    if ' & ' in allowed:  # restrictions may contradict each other
+      quoted = self.of_schema({**_definitions(root), 'allOf': [schema]})
+      if self._has_no_text(terminal, quoted):
+        raise ValueError(f'the schema {str(schema)[:80]} allows no text')
     name = rule.upper()
     return [f'{rule}[suffix={end}]: {name}', f'{name}: {terminal}']
+
+  def _has_no_text(self, terminal: str, quoted: str) -> bool:
+    """Returns whether a terminal holds for no text. `quoted` is the grammar of the same texts.
+
+    The library finds more contradictions in a schema than in a terminal.
+    """
+    key = (terminal, quoted)
+    if key not in self._contradictions:
+      if len(self._contradictions) >= _MAX_CHECKED:
+        self._contradictions.clear()
+      matcher = self._library.LLMatcher(self._vocabulary, quoted, log_level=0)
+      has_none = 'nsatisfiable' in matcher.get_error() or self._is_empty(terminal)
+      self._contradictions[key] = has_none
+    return self._contradictions[key]
 
   def _check_patterns(self, schema: Mapping[str, Any]) -> None:
     """Raises ValueError for names that both a pattern and the properties describe.
@@ -203,13 +220,15 @@ class Grammars:
     names = schema.get('properties')
     if not isinstance(patterns, dict) or not isinstance(names, dict):
       return
-    for pattern in patterns:
-      for name in names:
-        if not self._is_empty(f'{text_schemas.regex(pattern)} & {json.dumps(name)}'):
-          raise ValueError(
-              f'the schema is not supported: the pattern {pattern[:80]!r} of patternProperties '
-              f'holds for the property {name[:80]!r}'
-          )
+    if not patterns or not names:
+      return
+    of_patterns = ' | '.join(map(text_schemas.regex, patterns))
+    of_names = ' | '.join(map(json.dumps, names))
+    if not self._is_empty(f'({of_patterns}) & ({of_names})'):
+      raise ValueError(
+          'the schema is not supported: a pattern of patternProperties holds for a name of '
+          f'properties, {", ".join(names)[:80]}'
+      )
 
   def _is_empty(self, terminal: str) -> bool:
     """Returns whether no text follows a terminal. Raises ValueError: it is none."""
