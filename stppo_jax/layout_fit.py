@@ -175,7 +175,9 @@ class _Check:
     unread = () if is_certain else _unread(layout, profile, self.options)
     self.guests = [name for name in unread if profile_lib.may_name_answer(name)]
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
-    self.lists = [(name,) for name in unread if profile.facts[name].num_lists]
+    self.lists: list[tuple[str, ...]] = [
+        (name,) for name in unread if profile.facts[name].num_lists
+    ]
     self.lists += profile_lib.rows_of_columns(
         profile.names, [name for name in unread if not profile.facts[name].num_lists]
     )

@@ -107,6 +107,7 @@ READ_THE_CONFIG = {
     'planning/programs.py',
     'cli/doctor.py',
     'cli/entry.py',
+    'cli/check_data.py',
     'cli/config_file.py',
     'cli/help.py',
     'cli/policies.py',
