@@ -77,7 +77,7 @@ def _make(args: argparse.Namespace) -> None:
   named = components.resolve(config)
   tasks = tasks_of(config, named, args.episodes)
   make_player = plugins.load('player', args.player, {})
-  kind, seeds = named.env, itertools.count(FIRST_SEED)
+  kind, seeds = named.env_with_retriever, itertools.count(FIRST_SEED)
   played = [play(kind, make_player, task, seed) for task, seed in zip(tasks, seeds)]
   episodes = [row for rows in played for row in rows]
   write_tokenizer(folder, episodes[:2000], args.vocabulary, args.words)
@@ -127,8 +127,9 @@ def load_config(path: str):
 
 
 def tasks_of(config, named: components.Components, number: int) -> Iterable[Task]:
-  """Returns tasks to play: the questions of the config's data, else seeds above those of a run."""
-  if config.data.source == 'embedded':
+  """Returns tasks to play: questions of the config's data, or seeds above those of a run."""
+  asks_questions = config.env.kind in components.ENVIRONMENTS
+  if config.data.source == 'embedded' and not asks_questions:
     return [Task(str(FIRST_SEED + i), seed=FIRST_SEED + i) for i in range(number)]
   questions = named.load_tasks(config.data.train_split)
   return itertools.islice(itertools.cycle(questions), number)

@@ -725,8 +725,8 @@ class SavedConfigTest(parameterized.TestCase):
     self.assertEqual(code, 2)
     line = (
         f"run.py: {self.path} names data.source='stranger_tasks:load': code, commands, addresses "
-        'and folders to write to are taken from a folder with --trust_workdir only; add it if you trust the '
-        'folder, or give your own --config; see docs/checkpoints.md\n'
+        'and folders to write to are taken from a folder with --trust_workdir only; add it if you '
+        'trust the folder, or give your own --config; see docs/checkpoints.md\n'
     )
     self.assertEqual(stderr, line)
     self.assertFalse(mark.exists())

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -18,6 +19,25 @@ def get_config(mode=''):
   config = signals.get_config(mode)
   config.model.folder = {folder!r} + mode
   return config
+"""
+
+
+PLAYER = """
+class Player:
+
+  def __init__(self, rng):
+    del rng
+
+  def begin(self, task):
+    self.answer = task.answers[0]
+    self.has_searched = False
+
+  def act(self, observation):
+    if self.has_searched:
+      assert '<information>' in observation
+      return f'<answer> {self.answer}</answer>'
+    self.has_searched = True
+    return f'<search> {self.answer}</search>'
 """
 
 
@@ -43,6 +63,20 @@ class WarmStartTest(parameterized.TestCase):
     done = self.start(path + ':smoke', '--width=32')
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertContainsSubset(['tokenizer.json', 'config.json'], os.listdir(folder + 'smoke'))
+
+  def test_search_environment_has_its_retriever_and_questions(self):
+    path = self.write(
+        'from experiments import st_ppo_tiny\n\n'
+        "def get_config(mode=''):\n"
+        '  config = st_ppo_tiny.get_config(mode)\n'
+        f'  config.model.folder = {self.folder + "/model"!r}\n'
+        '  return config\n'
+    )
+    pathlib.Path(self.folder, 'reader.py').write_text(PLAYER)
+    with mock.patch.dict(os.environ, {'PYTHONPATH': self.folder}):
+      done = self.start(path, '--player=reader:Player', '--width=32')
+    self.assertEqual(done.returncode, 0, done.stderr)
+    self.assertIn('config.json', os.listdir(self.folder + '/model'))
 
   @parameterized.parameters(
       (None, '--config=/nowhere/config.py: no such Python file: give'),

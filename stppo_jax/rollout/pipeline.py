@@ -473,8 +473,9 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
     first = next(episode.error for episode in episodes if episode.error)
     raise types.RunError(
         f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
-        f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes. The '
-        f'first error: {first}'
+        f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes, with '
+        f'--config.train.accept_changed_plugins if a file of the run has changed. The first error: '
+        f'{first}'
     )
 
 
