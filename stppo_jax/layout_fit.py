@@ -326,8 +326,8 @@ class _ChoiceCheck(_Check):
           {name: number for name in present if profile_lib.is_answer_name(name)}
       )
     for pair in itertools.combinations(letters, 2):
-      if letters[pair[0]] != letters[pair[1]]:
-        self._rows.setdefault(frozenset(pair), (number, shown(present[pair[0][0]])))
+      if letters[pair[0]] != letters[pair[1]] and frozenset(pair) not in self._rows:
+        self._rows[frozenset(pair)] = (number, shown(present[pair[0][0]]))
 
   def _compare_lists(self, fields, choice):
     """Notes which columns that are not read may hold as many options."""

@@ -73,11 +73,13 @@ def is_empty(value: Any) -> bool:
 def texts_in(value: Any) -> list[str]:
   """Returns the texts and numbers of a list or a dict; [] if it holds anything else."""
   value = value_of(value)
+  if not isinstance(value, (list, dict)):
+    return []
   if isinstance(value, dict):
     value = list(value.values())
-  if isinstance(value, list) and types.is_of(value, list[dict]):
+  if types.is_of(value, list[dict]):
     value = [item.get('text', item.get('value')) for item in value]
-  texts = [_text_of_number(item) for item in value] if isinstance(value, list) else []
+  texts = [_text_of_number(item) for item in value]
   return texts if types.is_of(texts, list[str]) else []
 
 
