@@ -173,6 +173,7 @@ class Program:
     self.counts = collections.Counter()
     self.number = 0
     self.num_sent = 0
+    self.plans = []
 
   def run(self, num_requests=14):
     self.service = service_lib.Service(
@@ -187,6 +188,8 @@ class Program:
       sampling = sessions.Sampling(max_turn=400)
       self.session = self.service.open_session(jax.random.key(0), sampling)
       self.url = f'{server.url}/s/{self.session.name}/v1'
+      claim = self.session._claim
+      self.session._claim = lambda *args: self.plans.append(claim(*args)) or self.plans[-1]
       with requests.Session() as self.client:
         for _ in range(num_requests):
           self.act()
@@ -327,7 +330,7 @@ class Program:
         del response
     except requests.RequestException:
       pass
-    self.wait_for_server()
+    wait_for(self.is_quiet)
     for answer in self.decoder.answers[before:]:
       self.check_match(old, answer)
       if self.is_recorded(answer):
@@ -340,17 +343,13 @@ class Program:
     turns = [turn for turn in self.session._turns if turn.logp[0] == first]
     return len(turns) > 0 and len(turns[0].tokens) == len(answer.tokens)
 
-  def wait_for_server(self):
-    """Waits until the server has done all that the client has asked for."""
-    wait_for(self.is_quiet)
-    self.num_sent += 1
-    self.client.get(f'{self.url}/models', timeout=60)  # the event loop turns meanwhile
-
   def is_quiet(self):
     """Whether the server has answered all requests, also those whose clients have left."""
     samples = [x for metric in self.app.registry.collect() for x in metric.samples]
     num_answered = sum(x.value for x in samples if x.name == 'gateway_requests_total')
-    return num_answered == self.num_sent and all(a.is_over for a in self.decoder.answers)
+    is_ended = all(not plan.segment.is_extended for plan in self.plans)
+    is_over = all(answer.is_over for answer in self.decoder.answers)
+    return num_answered == self.num_sent and is_ended and is_over
 
   def ask_leave(self, old, messages, fields):
     """The client ends the stream after some text, and goes on with this text."""
@@ -366,7 +365,7 @@ class Program:
         if is_paused or choice['finish_reason'] or (text.strip() and self.rng.random() < 0.4):
           break
     self.decoder.pauses_after = None
-    self.wait_for_server()
+    wait_for(self.is_quiet)
     (answer,) = self.decoder.answers[before:]
     self.check_match(old, answer)
     if self.is_recorded(answer):
