@@ -163,10 +163,8 @@ def light_columns(path: pathlib.Path) -> tuple[str, ...]:
   """Returns the columns of a table without those that hold whole articles; (): all of them."""
   if not path.name.endswith('.parquet'):
     return ()
-  tops = {name.partition('.')[0] for layout in layouts.LAYOUTS for name in names_of(layout)}
-  heavy = [p[:-2] for layout in layouts.LAYOUTS for p in layout.ignores if p.endswith('.*')]
   for first in row_files.read(path, ('',)):
-    return tuple(name for name in first.fields if name in tops or name not in heavy)
+    return tuple(name for name in first.fields if name not in layouts.HEAVY)
   return ()
 
 

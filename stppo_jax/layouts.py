@@ -71,7 +71,9 @@ class SetLayout:
 
 _HUB = 'huggingface.co/datasets/'
 _VERL = ('prompt', 'extra_info.*', 'metadata.*', 'reward_model.*', 'golden_answers', 'answer*')
-_ARTICLES = ('entity_pages.*', 'search_results.*', 'answer.*', 'EntityPages', 'SearchResults')
+# Columns with whole articles, which are not read at all.
+HEAVY = ('entity_pages', 'search_results')
+_ARTICLES = ('entity_pages*', 'search_results*', 'answer.*', 'EntityPages', 'SearchResults')
 _SPANS = ('answers.*', 'plausible_answers*')
 
 _QUESTION_NAMES = 'question|Question|QUESTION|problem|query|Prompt|question_text|question_stem'

@@ -9,6 +9,8 @@ import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pyarrow
+from pyarrow import parquet
 
 from stppo_jax import config as config_lib
 from stppo_jax import layouts
@@ -49,7 +51,9 @@ class _FileTest(parameterized.TestCase):
   def write(self, rows, suffix='.jsonl'):
     self.number += 1
     path = self.folder / f'f{self.number}{suffix}'
-    if suffix == '.csv':
+    if suffix == '.parquet':
+      parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == '.csv':
       with path.open('w', newline='') as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -415,10 +419,14 @@ class LayoutTest(_FileTest):
       ),
   )
   def test_unclear_file_is_refused(self, row):
-    path = self.write([row])
+    for suffix in ('.parquet', '.jsonl'):
+      self._check_refused(row, suffix)
+
+  def _check_refused(self, row, suffix):
+    path = self.write([row], suffix)
     with self.assertRaisesRegex(
         types.UserError,
-        r'f1.jsonl:1: .*The columns are .*first row is \{.*--config.data.columns="\{',
+        r'f[12].\w+:1: .*The columns are .*first row is \{.*--config.data.columns="\{',
     ) as caught:
       tasks.load_all(path)
     self.assertNotIn('\n', str(caught.exception))
