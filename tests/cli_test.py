@@ -667,6 +667,23 @@ class ExperimentFileTest(parameterized.TestCase):
     )
     self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 
+  def test_options_of_the_file_are_named_for_another_environment(self):
+    text = (
+        'from stppo_jax.config import Config\n\n'
+        "def get_config(mode=''):\n"
+        '  config = Config()\n'
+        "  config.env.kind, config.env.options = 'm:Env', {'tries': 2}\n"
+        '  return config\n'
+    )
+    path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'own.py')
+    pathlib.Path(path).write_text(text, encoding='utf-8')
+    with self.assertLogs('absl', 'WARNING') as logs:
+      load(f'--config={path}', '--config.env.kind=search')
+    self.assertRegex(logs.output[0], r"env.options={'tries': 2} are those of .*own.py.*'m:Env'")
+    with self.assertNoLogs('absl', 'WARNING'):
+      load(f'--config={path}', '--config.env.kind=search', '--config.env.options={}')
+      load(f'--config={path}')
+
 
 class SavedConfigTest(parameterized.TestCase):
   """Modes that read a run take its config where none is given."""

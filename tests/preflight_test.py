@@ -193,6 +193,16 @@ class BeforeWeightsTest(PreflightCase):
       components.resolve(config).check_prompts(tasks)
     self.assertIn('1 of 2 prompts', logs.output[0])
 
+  def test_words_that_the_embedded_model_does_not_know(self):
+    config = st_ppo_tiny.get_config('smoke')
+    parts = components.resolve(config)
+    with self.assertNoLogs('absl', 'WARNING'):
+      parts.check_prompts(parts.tasks[:200])
+    task = types.Task('t', 'Who wrote Middlemarch?', ('Eliot',))
+    with self.assertLogs('absl', 'WARNING') as logs:
+      parts.check_prompts([task])
+    self.assertRegex(logs.output[0], r'does not know [1-9] of the [1-9] words .*Middlemarch')
+
   def test_unplayable_prompts_are_counted(self):
     turn = types.Turn(np.zeros(3, np.int32), np.zeros(3), np.zeros(0, np.int32))
     make = lambda turns, **counts: types.Episode(

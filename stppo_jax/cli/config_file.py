@@ -42,7 +42,17 @@ def load(arguments: Arguments, reads_run: bool) -> Config:
   if path.startswith(HOME) and path != DEFAULT and path != os.path.abspath(file):
     logging.info('config file: %s', path)
   config = _run_file(path, mode)
+  kind = config.env.kind
   apply(config, arguments.overrides)
+  has_own_options = any(name.startswith('env.options') for name in arguments.overrides)
+  if config.env.kind != kind and config.env.options and not has_own_options:
+    logging.warning(
+        'config.env.options=%r are those of %s for its environment %r: --config.env.options="{}" '
+        'leaves them out',
+        config.env.options,
+        path,
+        kind,
+    )
   return config
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
+import re
 import time
 
 from absl import logging
@@ -17,6 +18,7 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
@@ -33,6 +35,8 @@ EMBEDDED_TEMPLATE = os.path.join(_ASSETS, 'tiny_chat_template.jinja')
 # `check_prompts` looks at this many prompts, for at most this time.
 _MAX_PROMPTS = 1000
 _MAX_SECONDS = 10.0
+_WORD = re.compile(r'[^\W\d_]{2,}')
+_MOST_UNKNOWN = 0.1  # share of the words in prompts that the embedded model may not know
 
 # The run passes these arguments of transformers' apply_chat_template itself.
 _RESERVED_ARGUMENTS = frozenset(
@@ -222,11 +226,14 @@ def check_prompts(
 ) -> None:
   """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them.
 
-  An agent program writes its own prompts, which `rollout.max_total` limits.
+  Logs how many of their words the embedded model does not know. An agent program writes its own
+  prompts, which `rollout.max_total` limits.
   """
   if env.is_program:
     return
-  lengths = hosts.by_writer(_prompt_lengths, config, env, tokenizer, tasks)
+  lengths, words = hosts.by_writer(_look_at_prompts, config, env, tokenizer, tasks)
+  if config.model.folder == 'embedded':
+    _warn_of_unknown_words(tokenizer, words)
   longest = episode_lib.longest_prompt(limits(config))
   num_long = sum(not 0 < length <= longest for length in lengths)
   if not num_long:
@@ -248,13 +255,29 @@ def check_prompts(
   )
 
 
-def _prompt_lengths(config, env, tokenizer, tasks):
-  """Returns the lengths of the prompts of tasks spread over the list."""
+def _warn_of_unknown_words(tokenizer, words):
+  """Logs the words that the embedded model has no token for: it was trained on whole words."""
+  is_known = lambda word: 1 in (len(tokenizer.encode(word)), len(tokenizer.encode(f' {word}')))
+  unknown = [word for word in words if not is_known(word)]
+  if len(unknown) > _MOST_UNKNOWN * len(words):
+    logging.warning(
+        'the embedded model does not know %d of the %d words in the prompts and answers looked at '
+        '(%s): it knows those of its own passages. Real texts need a language model, '
+        '--config.model.folder=FOLDER',
+        len(unknown),
+        len(words),
+        ', '.join(unknown[:5]),
+    )
+
+
+def _look_at_prompts(config, env, tokenizer, tasks):
+  """Returns the lengths of the prompts of tasks spread over the list, and the words in them."""
   end = time.monotonic() + _MAX_SECONDS
   guard = make_guard(config)
   stride = -(-len(tasks) // _MAX_PROMPTS) or 1
   lengths = []
   errors = []
+  words: dict[str, None] = {}
   for task in tasks[::stride]:
     seed = config.seed if task.seed is None else task.seed
     observation, info = stepping.reset(env(task, seed, guard), seed)
@@ -262,8 +285,10 @@ def _prompt_lengths(config, env, tokenizer, tasks):
       errors.append(f'{error}, on task {task.id!r}, before its first turn')
     else:
       lengths.append(len(episode_lib.first_prompt(tokenizer, observation, info)))
+      texts = (protocol.full_text(observation, info), *task.answers)
+      words |= dict.fromkeys(_WORD.findall(' '.join(texts)))
     if time.monotonic() > end:
       break
   if errors and not (lengths and config.rollout.max_failed):
     raise UserError(errors[0])
-  return lengths
+  return lengths, list(words)
