@@ -75,7 +75,7 @@ class CellsTest(parameterized.TestCase):
   def test_flag(self, value, expected):
     self.assertIs(cells.flag('label', value), expected)
 
-  @parameterized.parameters('good', 2, 0.5, -1, {'a': True}, 'none')
+  @parameterized.parameters('good', 2, 0.5, -1, ({'a': True},), 'none')
   def test_flag_of_another_kind(self, value):
     with self.assertRaisesRegex(ValueError, "column 'label' is .*: true or false is needed"):
       cells.flag('label', value)
