@@ -131,7 +131,7 @@ class ProgramAgent(agent_lib.Agent):
       self.warnings.add('unrecorded')
       logging.warning(
           '%s: %d turns are not recorded, because their episodes have config.serve.max_rows=%d '
-          'rows',
+          'rows, or because the program ended their streams early',
           kind,
           counts['unrecorded'],
           self.config.serve.max_rows,
