@@ -107,7 +107,9 @@ def parse(arguments: Sequence[str]) -> Arguments:
         raise UserError(f'{argument}: give a value, as in {argument}=VALUE')
     value = _parse_value(name, text, kind)
     path = name.removeprefix('config.')
-    if kind == _DICT:
+    if kind == _DICT and not value:
+      overrides[path] = {}  # none of those that the config file sets
+    elif kind == _DICT:
       overrides |= {f'{path}.{option}': item for option, item in value.items()}
     elif path == name:
       setattr(flags, name, value)
