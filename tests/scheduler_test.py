@@ -361,6 +361,24 @@ class SchedulerTest(parameterized.TestCase):
       self.assertIn(live.emit.wait().finish, ('stop', 'length'))
       self.assertEqual([request.emit.finish for request in gone], ['cancelled'] * 2)
 
+  def test_call_that_was_given_up_leaves_engine_alive(self):
+    with make_scheduler() as scheduler:
+      hold = threading.Event()
+      first = make_request([5, 6])
+      heard, first.emit = first.emit, lambda *given: (heard(*given), hold.wait(60))
+      scheduler.submit([first])
+      self.assertTrue(heard.begun.wait(60))  # the scheduler's thread is held in `emit`
+      calls = [scheduler.control('score', [[5, 6]]) for _ in range(3)]
+      self.assertTrue(calls[0].cancel())
+      self.assertTrue(calls[2].cancel())
+      hold.set()
+      (scores,) = calls[1].result(60)
+      self.assertLen(scores.logp, 1)
+      self.assertTrue(scheduler.is_alive)
+      scheduler.control('pause', False).result(60)
+      scheduler.control('score', [[5, 6]]).cancel()
+    scheduler.wait()
+
   def test_failure_ends_waiting_requests(self):
     scheduler = make_scheduler()
     scheduler._decode = lambda: 1 / 0

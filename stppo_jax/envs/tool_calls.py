@@ -178,7 +178,13 @@ class QwenXml(Form):
   def parse(self, text: str, in_thought: bool = False) -> Parsed:
     """Returns (content, calls). The model may have left out a tag around the functions."""
     content, calls = _parse_blocks(
-        text, 'tool_call', self._read, in_thought, may_be_open=True, read_gaps=self._read_gaps
+        text,
+        'tool_call',
+        self._read,
+        in_thought,
+        may_be_open=True,
+        read_gaps=self._read_gaps,
+        gaps_may_be_open=text.rstrip().endswith('</function>'),
     )
     if not calls:
       functions = r'function(?:=[^<>\n]+)?'
@@ -510,6 +516,7 @@ def _parse_blocks(
     in_thought: bool = False,
     may_be_open: bool = False,
     read_gaps: Callable[[str, str], Calls] | None = None,  # reads a body without some of its tags
+    gaps_may_be_open: bool = False,  # as `may_be_open`, for such a body
 ) -> Parsed:
   """Returns the text between blocks, and the calls `read(name, body)` of each block.
 
@@ -545,7 +552,7 @@ def _parse_blocks(
     )
     if read_gaps is not None and any(call.error for call in block_calls):
       gap_calls, gap_stop = _read_block(
-          text, tag, blocks[number : number + 1], read_gaps, may_be_open=False
+          text, tag, blocks[number : number + 1], read_gaps, gaps_may_be_open
       )
       if not any(call.error for call in gap_calls):
         block_calls = gap_calls
