@@ -981,6 +981,15 @@ class ThoughtsTest(parameterized.TestCase):
       calls, choice = self.ask('<tool_call>{}', 'hermes')
     self.assertEqual((calls, choice['message']['content']), ([], '<tool_call>{} and more'))
 
+  def test_call_that_cannot_be_written_loses_no_turn(self):
+    deep = []
+    for _ in range(10**5):
+      deep = [deep]
+    call = tool_calls.Call('search', {'query': deep})
+    with mock.patch.object(tool_calls.Hermes, 'parse', return_value=('', (call,))):
+      calls, choice = self.ask('<tool_call>{}', 'hermes')
+    self.assertEqual((calls, choice['message']['content']), ([], '<tool_call>{} and more'))
+
   def test_odd_schema_loses_no_turn(self):
     parameters = {'type': 'object', 'properties': {'query': 'text'}}
     tool = {'type': 'function', 'function': {'name': 'search', 'parameters': parameters}}

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import json
 from typing import Any
 
 from absl import logging
@@ -242,8 +243,11 @@ class Answer:
     """Returns content and calls of a turn. An error of the form is a call that cannot be read."""
     text = choice.text.full
     try:
-      return form.parse(text, choice.request.in_thought)
-    except Exception as error:  # on a tool that the client describes oddly
+      content, calls = form.parse(text, choice.request.in_thought)
+      for call in calls:
+        json.dumps(call.arguments)  # some nest too deeply for the answer
+      return content, calls
+    except Exception as error:  # also on a tool that the client describes oddly
       logging.log_first_n(logging.ERROR, 'a call cannot be read', 1, exc_info=True)
       return text, (tool_calls.Call('', {}, f'{type(error).__name__}'),)
 
