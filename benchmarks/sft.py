@@ -25,22 +25,22 @@ _MEANS = flags.DEFINE_list('means', ['144', '383', '872'], 'mean tokens of a con
 _REPEATS = flags.DEFINE_integer('repeats', 2, 'measurements of each tree')
 
 HERE = pathlib.Path(__file__).parent.parent
-BATCH, SHORT, LONG = 32, 2, 6  # conversations of a step; steps
+BATCH = 32  # conversations of a step
+STEPS = {'this': (2, 34), 'base': (2, 6)}  # of a short and of a long training, of some minutes
 
 
 def main(unused_argv):
+  roots = {'this': HERE, 'base': pathlib.Path(_BASE.value)}
   with tempfile.TemporaryDirectory() as folder:
     for mean in map(int, _MEANS.value):
-      paths = {steps: os.path.join(folder, f'{mean}_{steps}.jsonl') for steps in (SHORT, LONG)}
-      for steps, path in paths.items():
-        write_conversations(path, mean, steps)
-      rates = {root: [] for root in (HERE, pathlib.Path(_BASE.value))}
+      rates = {name: [] for name in roots}
       for number in range(_REPEATS.value + 1):  # the first one fills the compilation cache
-        for root, found in rates.items():
-          seconds = [run(root, path, folder) for path in paths.values()]
+        for name, root in roots.items():
+          short, long = STEPS[name]
+          seconds = [run(root, mean, steps, folder) for steps in (short, long)]
           if number:
-            found.append(BATCH * (LONG - SHORT) / (seconds[1] - seconds[0]))
-      this, base = (sorted(found) for found in rates.values())
+            rates[name].append(BATCH * (long - short) / (seconds[1] - seconds[0]))
+      this, base = map(sorted, rates.values())
       line = {
           'benchmark': 'sft',
           'mean_tokens': mean,
@@ -62,8 +62,10 @@ def write_conversations(path: str, mean: int, steps: int) -> None:
       file.write(json.dumps({'messages': messages}) + '\n')
 
 
-def run(root: pathlib.Path, path: str, folder: str) -> float:
+def run(root: pathlib.Path, mean: int, steps: int, folder: str) -> float:
   """Returns the seconds of a training."""
+  path = os.path.join(folder, f'{mean}_{steps}.jsonl')
+  write_conversations(path, mean, steps)
   workdir = tempfile.mkdtemp(dir=folder)
   command = [
       sys.executable,

@@ -201,7 +201,7 @@ def check_jax() -> None:
   """Checks the settings of JAX. UserError: with one of them, compiled functions raise errors."""
   for name, needed in _JAX_SETTINGS.items():
     value = getattr(jax.config, name)
-    value = getattr(value, 'value', value)  # of an enum
+    value = getattr(value, 'value', value)  # some are enums
     if value not in needed:
       raise UserError(
           f'JAX runs with {name}={value!r}, by the variable {name.upper()} of the environment or '

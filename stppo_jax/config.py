@@ -66,7 +66,7 @@ class EnvSettings(Section):
       4, 'searches per episode, after which one more turn may only answer', at_least=0)
   reward: str = setting(
       'em', 'score of an answer, or a function (task, answer, transcript) -> float',
-      allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
+      allowed=('em', 'sub_em', 'f1', 'format', 'search_r1'), plugin=True)
   tools: tuple[str, ...] = setting(
       (), "tools of the environment 'tools': 'calculator', 'search', module:function, mcp:COMMAND",
       plugin=True, prefixes=('mcp',))

@@ -44,7 +44,7 @@ class SetLayout:
     id: the column with the id, where the user names it.
     split: the column with the split, where the user names it.
     passages: the column with the passages, where the user names it.
-    date: when the columns were compared with the source.
+    date: when the record was written.
   """
 
   name: str

@@ -26,7 +26,6 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
-from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -124,6 +123,8 @@ def load_inputs(parts: Components, variant: Variant) -> None:
     prepare.check_teacher(config, tokenizer)
     prepare.check_weights(config, 'tokens', config.teacher.folder)
   if 'uniform' in variant.needs:
+    from stppo_jax.models import vocabulary  # few objectives need it
+
     vocabulary.check_linear(prepare.load_shape(config))
   head, critic_head = learner_lib.model_heads(config, variant)
   prepare.check_weights(config, head, None, variant.value_labels)

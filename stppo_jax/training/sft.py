@@ -472,7 +472,7 @@ def _run(config, workdir, pools, stop_signal):
       chosen = [pools.train[int(number.id)] for number in order.take(n - 1)]
       rows = trainer.rows(chosen, batch)
       state, loss = trainer.step(state, rows)
-      read_loss()  # of the step before: the device computes this one meanwhile
+      read_loss()  # the device computes this step while the one before is logged
       pending.append((n, loss, trainer.padding(rows)))
       if _is_due(n, num_steps, config.eval.every):
         read_loss()
