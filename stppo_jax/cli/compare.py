@@ -8,6 +8,7 @@ import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import glob
+import os
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,10 @@ def read_settings(folder: str) -> dict[str, Any]:
   settings = workdir_lib.read_settings(folder)
   if not settings:
     raise UserError(f'{folder} has no config.json: give the workdir of a run')
-  settings['provenance'] = provenance.newest(folder)
+  start = provenance.newest(folder)
+  # The same repository may have another path on another machine.
+  git = {os.path.basename(path): state for path, state in start.pop('git', {}).items()}
+  settings['provenance'] = {**start, 'git': git}
   return workdir_lib.flatten(settings)
 
 

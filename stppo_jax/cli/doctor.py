@@ -51,6 +51,7 @@ def packages_text() -> tuple[str, bool]:
     names = [package.name for package in packages if not package.is_tested]
     state = 'complete'
     if names:
-      state = f'without tested {", ".join(names)}: {requirements.install_command(extra)}'
+      command = requirements.install_command(extra)
+      state = f'missing, or not in the tested range: {", ".join(names)}: {command}'
     lines.append(f'{title:24}{state}')
   return '\n'.join(lines), is_complete

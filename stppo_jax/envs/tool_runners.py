@@ -27,7 +27,7 @@ OK = tool_worker.OK
 FAILED = tool_worker.FAILED
 TIMED_OUT = 'timed_out'
 
-_MAX_PAGES = 1000  # of a server's list of tools
+_MAX_PAGES = 1000  # a server's list of tools has no more
 _START_S = 60.0  # limit of a process's start; an MCP server may have to be downloaded first
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

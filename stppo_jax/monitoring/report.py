@@ -122,7 +122,8 @@ def _content_hash(script: str) -> str:
 def to_json(value: Any) -> str:
   """Returns JSON that no HTML parser can mistake for markup.
 
-  Numbers are rounded to four significant digits. Non-finite numbers become null.
+  Numbers are rounded to six significant digits, so that a rounding to three decimals in the page
+  gives the number of the console. Non-finite numbers become null.
   """
   tidy = json.loads(json.dumps(value), parse_float=_rounded, parse_constant=lambda _: None)
   text = json.dumps(tidy, ensure_ascii=False, separators=(',', ':'))
@@ -132,7 +133,7 @@ def to_json(value: Any) -> str:
 
 
 def _rounded(digits):
-  return float(f'{float(digits):.4g}')
+  return float(f'{float(digits):.6g}')
 
 
 def _merge_only_dataset(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
