@@ -377,7 +377,7 @@ class AnswersTest(parameterized.TestCase):
     service.end_session(session.name)
 
   @parameterized.parameters('', 'th', 'the', 'th more')
-  def test_stop_string_that_client_writes_is_no_new_text(self, written):
+  def test_stop_string_of_client_is_no_text(self, written):
     """The last token has a letter after the stop string."""
     tokenizer, _, _ = embedded()
     sampled = tokenizer.encode('Paris is the')
@@ -863,7 +863,7 @@ class FieldsTest(parameterized.TestCase):
       {'skip_special_tokens': False},
       {'continue_final_message': True},
   )
-  def test_unknown_field_of_any_value_is_an_error(self, **fields):
+  def test_unknown_field_of_any_value_is_error(self, **fields):
     for route in ('chat', 'completions', 'messages', 'responses'):
       with self.assertRaises(pydantic.ValidationError):
         self.read(route, fields)
@@ -917,7 +917,7 @@ class FieldsTest(parameterized.TestCase):
           ' ',
       ),
   )
-  def test_parts_of_text_are_joined_as_in_vllm(self, shown, separator):
+  def test_text_parts_are_joined_as_in_vllm(self, shown, separator):
     tokenizer = tiny_tokenizer.load('{% for m in messages %}' + shown + '{% endfor %}')
     template = template_lib.Template(tokenizer, 1000)
     self.assertEqual(template.part_separator, separator)

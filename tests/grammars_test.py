@@ -395,7 +395,7 @@ class ServedTest(parameterized.TestCase):
         answer = gateway_test.post(server, ASKED | fields)
         self.assertIn(answer.status_code, (200, 400), answer.text)
 
-  def test_grammar_that_stops_in_the_middle_is_an_error_of_the_schema(self):
+  def test_grammar_that_stops_is_error_of_schema(self):
     error = 'x' * 5000
     with (
         mock.patch.object(grammars.Matcher, 'error', error),

@@ -361,7 +361,7 @@ class SchedulerTest(parameterized.TestCase):
       self.assertIn(live.emit.wait().finish, ('stop', 'length'))
       self.assertEqual([request.emit.finish for request in gone], ['cancelled'] * 2)
 
-  def test_call_that_was_given_up_leaves_engine_alive(self):
+  def test_call_given_up_leaves_engine_alive(self):
     with make_scheduler() as scheduler:
       hold = threading.Event()
       first = make_request([5, 6])

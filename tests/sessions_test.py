@@ -44,7 +44,7 @@ class SessionTest(absltest.TestCase):
     said = {'role': 'assistant', 'content': ''}
     return self.session.record(plan, tokens, [-0.5] * len(tokens), [said])
 
-  def test_reward_comes_in_while_a_prompt_is_encoded(self):
+  def test_reward_comes_while_a_prompt_is_encoded(self):
     reward = threading.Thread(target=self.session.reward, args=(1.0,))
     was_blocked = []
 
@@ -298,7 +298,7 @@ class ChatSessionTest(parameterized.TestCase):
     self.assertEqual(self.num_turns_of_rows(), [5, 3])
 
   @parameterized.parameters(1, 3, 8)
-  def test_turn_of_ended_stream_is_recorded_when_it_comes_back(self, kept):
+  def test_ended_stream_is_recorded_when_it_returns(self, kept):
     plan = self.session.plan([ask('q')])
     tokens = self.tokenizer.encode('Paris is the capital of France')
     logp = [-0.1 * number for number in range(len(tokens))]

@@ -129,7 +129,7 @@ class TemplateTest(parameterized.TestCase):
     return sessions.Session(template, jax.random.key(0), sessions.Sampling(), **kwargs)
 
   @parameterized.parameters('a word ', 'ab', '\u00e9\u4e2d', '{"a":[1,2]},')
-  def test_only_beginning_of_far_too_long_text_is_encoded(self, part):
+  def test_only_beginning_of_long_text_is_encoded(self, part):
     tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
     text = part * 3000
     for template_tokenizer in (tokenizer, tiny_tokenizer.load(MESSAGES % TURN)):

@@ -260,7 +260,7 @@ class Template:
     if not (self._gaps.short_ids or self._gaps.names):
       return list(messages)
     resolved: list[Message] = []
-    names: dict[str, str] = {}  # of the calls without a result, by their ids
+    names: dict[str, str] = {}  # ids of the calls without a result, and their tools
     for position, message in enumerate(messages):
       message = dict(message)
       if message.get('tool_calls'):
