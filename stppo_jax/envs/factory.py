@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import inspect
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import guarded
+from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
@@ -151,6 +153,9 @@ def make_factory(
     if isinstance(values, str) or not all(isinstance(text, str) and text for text in values):
       raise types.UserError(f'{given}: its {key} is {values!r}; a tuple of strings is needed')
     attributes[key] = tuple(values)
+  if 'load_tasks' in attributes and attributes['load_tasks'] is None:  # a task is a seed
+    dataset = name.rpartition(':')[2]
+    attributes['load_tasks'] = functools.partial(packages.seed_tasks, dataset)
   if reserved := list(filter(is_reserved, attributes['core_metrics'])):
     raise types.UserError(
         f'{given}: its core_metrics name {", ".join(reserved)}, as metrics of the run are called: '

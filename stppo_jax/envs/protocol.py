@@ -33,7 +33,8 @@ The class may have these attributes:
   uses_global_random  With True, each environment has its own state of Python's and NumPy's global
                  random generators, and calls of environments do not overlap.       Default: True
   load_tasks     A function split -> list of Task, for an environment that generates its own tasks.
-                 It is used while `config.data.source` is 'embedded'.               Default: None
+                 None: a task is a seed for `reset`, and no question. It is used while
+                 `config.data.source` is 'embedded'.                                Default: absent
   attributes     A function of the constructor's keyword arguments. It returns a dict of the
                  attributes above that depend on them.                              Default: none
   roles          Names of the agents, if there are several. See `RoleStepInfo`.       Default: ()
