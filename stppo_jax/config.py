@@ -39,8 +39,8 @@ class DataSettings(Section):
   eval_split: str = setting(
       'dev', "the questions to evaluate on; 'dev' is also called validation, valid and val")
   columns: dict[str, Any] = setting(
-      {}, "the columns of `source`, where no published layout fits: {'question': .., 'answers': .., "
-      "'options': .., 'answer_is': 'text', ..}; --config.data.columns.question=NAME sets one, see "
+      {}, "the columns of `source`, where no published layout fits: {'question': .., "
+      "'answers': .., 'answer_is': 'text', ..}; --config.data.columns.question=NAME sets one, see "
       'docs/data.md')
   datasets: tuple[str, ...] = setting(
       (), "names of the data sets to use; empty: all. An experiment's choice is dropped if the "

@@ -299,8 +299,9 @@ class DoctorTest(absltest.TestCase):
       packages = requirements.groups()['']
     self.assertFalse(is_complete)
     self.assertFalse(packages[0].is_tested)
-    self.assertIn('missing, or not in the tested range: jax, no_such_package: pip install "."', text)
-    self.assertIn('missing, or not in the tested range: nowhere: pip install ".[serve]"', text)
+    lacks = 'missing, or not in the tested range'
+    self.assertIn(f'{lacks}: jax, no_such_package: pip install "."', text)
+    self.assertIn(f'{lacks}: nowhere: pip install ".[serve]"', text)
 
   def test_versions_above_the_tested_range_are_named(self):
     lines = {'': ['jax>=0.1,<0.2', 'absl-py>=99', 'numpy>=1']}
