@@ -455,5 +455,39 @@ class UserErrorsTest(parameterized.TestCase):
       http.HttpRetriever(url)
 
 
+class WaitTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (None, 0.0),
+      ('0', 0.0),
+      ('-3', 0.0),
+      ('nan', 0.0),
+      ('inf', 0.0),
+      ('soon', 0.0),
+      ('2.5', 2.5),
+      ('300', 300.0),
+  )
+  def test_retry_after_in_seconds(self, header, seconds):
+    self.assertEqual(http_client._parse_seconds(header), seconds)
+
+  def test_retry_after_as_a_date(self):
+    with mock.patch.object(time, 'time', return_value=1_445_412_400.0):
+      self.assertEqual(http_client._parse_seconds('Wed, 21 Oct 2015 07:28:00 GMT'), 80.0)
+      self.assertEqual(http_client._parse_seconds('Wed, 21 Oct 2015 07:26:00 GMT'), 0.0)
+
+  @parameterized.parameters((0.0, 60.0), (30.0, 30.0), (300.0, 300.0), (9999.0, 600.0))
+  def test_wait_is_what_the_server_asks_for(self, asked_s, longest_s):
+    waits = []
+
+    def attempt(number):
+      if number < 2:
+        raise http_client.Temporary('HTTP status 429', asked_s)
+      return 'answer'
+
+    with mock.patch.object(http_client, '_JITTER', random.Random(0)):
+      self.assertEqual(http_client.with_retries(attempt, 3, 1000.0, waits.append), 'answer')
+    self.assertEqual(waits, [longest_s, longest_s])
+
+
 if __name__ == '__main__':
   absltest.main()

@@ -1,7 +1,10 @@
 """An HTTP client with retries: a JSON body in, the bytes of the answer out."""
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
+import email.utils
+import math
 import random
 import time
 from typing import Any
@@ -17,6 +20,7 @@ Result = TypeVar('Result')
 # Statuses worth another attempt.
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 _MAX_WAIT_S = 60.0
+_MAX_ASKED_S = 600.0  # by a server
 _JITTER = random.Random()  # not the global one, from which environments may draw
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _TEXT_LENGTH = 300  # characters of an error's answer
@@ -168,8 +172,8 @@ def with_retries(
 ) -> Result:
   """Calls attempt(number), number = 0, 1, .., until it does not raise Temporary.
 
-  The wait before the next attempt is backoff_s * 2**number * jitter, jitter in [0.5, 1.5), or what
-  the server asks for. Raises the last Temporary.
+  The wait before the next attempt is backoff_s * 2**number * jitter, jitter in [0.5, 1.5), at most
+  a minute, or what the server asks for, at most ten. Raises the last Temporary.
   """
   for number in range(retries + 1):
     try:
@@ -177,8 +181,10 @@ def with_retries(
     except Temporary as error:
       if number == retries:
         raise
-      wait_s = error.wait_s or backoff_s * 2**number * _JITTER.uniform(0.5, 1.5)
-      sleep(min(wait_s, _MAX_WAIT_S))
+      wait_s = min(backoff_s * 2**number * _JITTER.uniform(0.5, 1.5), _MAX_WAIT_S)
+      if error.wait_s:
+        wait_s = min(error.wait_s, _MAX_ASKED_S)
+      sleep(wait_s)
   raise AssertionError('unreachable')
 
 
@@ -192,8 +198,12 @@ def _read_beginning(response: requests.Response) -> str:
 
 
 def _parse_seconds(header: str | None) -> float:
-  """Returns the seconds of a Retry-After header; 0 without one, or for a date."""
-  try:
-    return max(0.0, float(header or 0))
-  except ValueError:
-    return 0.0
+  """Returns the seconds of a Retry-After header, a number or a date; 0 without one."""
+  header = header or ''
+  with contextlib.suppress(ValueError):
+    seconds = float(header or 0)
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+  with contextlib.suppress(ValueError):
+    date = email.utils.parsedate_to_datetime(header)
+    return max(0.0, date.timestamp() - time.time())
+  return 0.0
