@@ -177,6 +177,13 @@ class RewardTest(parameterized.TestCase):
     for answer, expected in rows.items():
       self.assertEqual(rewards.REWARDS['sub_em'](task, answer, ''), expected, answer)
 
+  def test_options_may_be_numbered(self):
+    options = (('1', '1.5'), ('2', '5'))
+    task = types.Task('t', 'Which?', ('1.5',), options=options, letter='1')
+    right = {'1': 1.0, '1.5': 1.0, '1) 1.5': 1.0, '2': 0.0, '5': 0.0, '2. 5': 0.0, '1) 5': 0.0}
+    for answer, expected in right.items():
+      self.assertEqual(rewards.REWARDS['em'](task, answer, ''), expected, answer)
+
   def test_rule_of_search_r1(self):
     task = types.Task('t', 'q', ('-5',))
     self.assertEqual(rewards.REWARDS['em'](task, '5', ''), 0.0)

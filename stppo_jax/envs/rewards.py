@@ -130,7 +130,9 @@ def chosen_letter(answer: str, task: types.Task) -> str | None:
   with exactly this text, or else the only one that is equal as an answer.
   """
   for letter, _ in task.options:
-    match = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
+    # A number after a point is no option's text: `1.5` names no option 1.
+    mark_or_end = r'([).:](?!\d)|\b)'
+    match = re.fullmatch(rf'\(?{re.escape(letter)}{mark_or_end}\s*(.*)', answer, re.I | re.S)
     if not match:
       continue
     mark, rest = match.groups()
