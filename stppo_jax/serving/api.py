@@ -344,7 +344,7 @@ class CompletionBody(ClientBody):
   PROMPT_FIELD: ClassVar[str]
   max_completion_tokens: TokenCount | None = None
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
-  stop: Annotated[Stops, pydantic.BeforeValidator(listed)] = []
+  stop: Annotated[Stops, pydantic.BeforeValidator(listed)] | None = None  # None: the run's own
   seed: Annotated[int | None, pydantic.BeforeValidator(_read_seed)] = pydantic.Field(
       None, ge=-(2**63), lt=2**63
   )

@@ -5,15 +5,22 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
+import json
 import os
+import shlex
 from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 import jax
 
+from stppo_jax import components
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import guard
+from stppo_jax.envs import protocol
+from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
@@ -23,11 +30,15 @@ from stppo_jax.rollout import sampling
 from stppo_jax.serving import grammars
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
+from stppo_jax.serving import stop_strings
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
+_MAX_REASON = 500  # characters
+_MAX_EXAMPLE = 8000  # characters of a request in the log
 STEPS = 8  # tokens of a row per decode call, of which a stop string may waste most
 
 
@@ -69,8 +80,11 @@ def running(
     scheduler: scheduler_lib.Scheduler,
     tokenizer: tokenizer_lib.Tokenizer,
     port: int = 0,
+    turn_end: stop_strings.TurnEnd = stop_strings.UNLIMITED,
 ) -> Iterator[Any]:
   """Context manager of an `http_server.Server` that accepts connections; port 0 is any free one.
+
+  `turn_end` is the default of requests that are not in a session.
 
   The environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
   UserError: the address cannot be used, or the HTTP libraries are not installed.
@@ -92,6 +106,7 @@ def running(
       grammars=scheduler.grammars,
       forces_in_sessions=settings.forced_choice == 'auto',
       recording=sessions.Recording(settings.max_rows, settings.thoughts == 'keep'),
+      turn_end=turn_end,
   )
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
   with scheduler, contextlib.closing(service):
@@ -159,10 +174,83 @@ def serve(
     with scheduler:
       scheduler.wait()
     return
-  with running(config, scheduler, tokenizer, port) as server:
+  run = _read_run(config, tokenizer, stop_signal)
+  with running(config, scheduler, tokenizer, port, run.turn_end) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
+    _log_use(config, server.url, tokenizer, run)
     while not stop_signal.is_set():
       scheduler.wait(0.2)
+
+
+class _Run(NamedTuple):
+  """What a server takes from the environment of its run."""
+
+  turn_end: stop_strings.TurnEnd  # of a request that gives no stop strings and no limit
+  example: dict[str, Any] | None  # fields of a chat request with a prompt of the run
+  reason: str = ''  # why there is no example
+
+
+def _read_run(config: Config, tokenizer: tokenizer_lib.Tokenizer, stop_signal: StopSignal) -> _Run:
+  """Returns the end of a turn and an example. The model is served even without its environment."""
+  turn_end = stop_strings.TurnEnd(max_tokens=config.rollout.max_turn)
+  try:
+    parts = components.resolve(config)
+    env = parts.env
+    turn_end = dataclasses.replace(
+        turn_end, stop_strings=tuple(env.stop_strings), skips_thoughts=env.skips_thoughts
+    )
+    if env.is_program:
+      return _Run(turn_end, None, f'the program {config.env.kind} writes them')
+    example = _example(config, parts, tokenizer, stop_signal)
+  except Stopped:
+    raise
+  except Exception as error:  # the code and the files of a user may raise anything
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return _Run(turn_end, None, reason[:_MAX_REASON])
+  if len(json.dumps(example)) > _MAX_EXAMPLE:
+    return _Run(turn_end, None, 'the first prompt of the run is too long to show')
+  return _Run(turn_end, example)
+
+
+def _example(
+    config: Config,
+    parts: components.Components,
+    tokenizer: tokenizer_lib.Tokenizer,
+    stop_signal: StopSignal,
+) -> dict[str, Any]:
+  """Returns the messages and tools of a chat request about the first held-out task."""
+  task = parts.held_out[0]
+  seed = config.seed if task.seed is None else task.seed
+  limits = guard.Guard(config.rollout.env_timeout_s, stop_signal, config.rollout.threads == 0)
+  observation, info = stepping.reset(parts.env(task, seed, limits), seed)
+  if error := info.get('environment_error'):
+    raise UserError(f'config.env.kind={config.env.kind!r}: {error}')
+  text = protocol.full_text(observation, info)
+  tools = info.get('tools')
+  if tools and tokenizer.render is not None:
+    return {'messages': [{'role': 'user', 'content': text}], 'tools': list(tools)}
+  return {'messages': [{'role': 'user', 'content': info.get('declaration', '') + text}]}
+
+
+def _log_use(config: Config, url: str, tokenizer: tokenizer_lib.Tokenizer, run: _Run) -> None:
+  """Logs where answers end, and which prompts the model was trained on, with a command."""
+  ends = ', '.join(map(repr, run.turn_end.stop_strings)) or 'the eos token'
+  logging.info(
+      'an answer ends at %s or after %d tokens, unless the request has its own stop or max_tokens',
+      ends,
+      run.turn_end.max_tokens,
+  )
+  form = "chats in the form of the model's chat template"
+  if tokenizer.render is None:
+    form = 'texts in the form of its environment, because the model has no chat template'
+  if run.example is None:
+    logging.warning('prompts are %s. There is no example: %s', form, run.reason)
+    return
+  command = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"
+  if os.environ.get('STPPO_API_KEY'):
+    command += ' -H "Authorization: Bearer $STPPO_API_KEY"'
+  body = json.dumps({'model': config.name, **run.example})
+  logging.info('prompts are %s: %s -d %s', form, command, shlex.quote(body))
 
 
 def _load_params(config: Config, model: decoder.ModelConfig, folder: str) -> dict:

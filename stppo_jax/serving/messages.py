@@ -184,7 +184,7 @@ class MessagesBody(api.ClientBody):
       pydantic.AfterValidator(_check_messages),
   ]
   system: api.TextParts = []
-  stop_sequences: api.Stops = []
+  stop_sequences: api.Stops | None = None
   tools: list[BlockTool] = []
   tool_choice: ToolChoice = ToolChoice()
   output_config: OutputConfig = OutputConfig()

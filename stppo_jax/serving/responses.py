@@ -256,7 +256,8 @@ class ResponsesBody(api.ClientBody):
   tools: list[_Tool] = pydantic.Field([], max_length=api.MAX_TOOLS)
   tool_choice: Literal['auto', 'none', 'required'] | ToolNames | ToolName = 'auto'
   parallel_tool_calls: bool = False
-  stop: Annotated[api.Stops, pydantic.BeforeValidator(api.listed)] = []  # OpenAI has none here
+  # OpenAI has none here.
+  stop: Annotated[api.Stops, pydantic.BeforeValidator(api.listed)] | None = None
   text: TextSettings = TextSettings()
   include: list[str] = []
   metadata: dict[str, Any] = {}  # is sent back

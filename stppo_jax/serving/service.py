@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from concurrent import futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import secrets
@@ -29,6 +30,7 @@ from stppo_jax.serving import grammars as grammars_lib
 from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
+from stppo_jax.serving import stop_strings
 from stppo_jax.serving import template as template_lib
 
 Body = api.ChatBody | api.TextBody
@@ -48,6 +50,7 @@ class Service:
       grammars: grammars_lib.Grammars | None = None,  # those of the scheduler
       forces_in_sessions: bool = True,  # False: a forced choice is an error in a session
       recording: sessions.Recording | None = None,
+      turn_end: stop_strings.TurnEnd = stop_strings.UNLIMITED,  # where a client gives none
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
@@ -58,6 +61,7 @@ class Service:
     self._grammars = grammars
     self._forces_in_sessions = forces_in_sessions
     self._recording = recording or sessions.Recording()
+    self._turn_end = turn_end
     self.template = template_lib.Template(
         tokenizer, scheduler.max_total, self.tool_form, scheduler.vocab_size, limits_prompts=True
     )
@@ -285,19 +289,26 @@ class Service:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings
+    end = self._end_of_turn(body, session, grammar)
+    stop = end.stop_strings
+    if end.skips_thoughts:
+      call_stop += stop
+      stop = ()
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index, plan in enumerate(plans):
       room = self.scheduler.max_total - len(plan.ids)
-      most_tokens = room if body.most_tokens is None else body.most_tokens
+      budget = min(limits.max_turn, room)
+      if end.max_tokens is not None:
+        budget = min(budget, end.max_tokens)
       request = scheduler_lib.Request(
           ids=plan.ids,
-          budget=min(most_tokens, limits.max_turn, room),
+          budget=budget,
           key=plan.key,
           emit=_sender(events, index),
           temperature=limits.temperature,
           top_p=limits.top_p,
-          stop=body.stop,
+          stop=stop,
           call_stop=call_stop,
           in_thought=self.tokenizer.opening(plan.ids) != '',
           ignore_eos=body.ignore_eos,
@@ -308,12 +319,28 @@ class Service:
       text = answers.TurnText(
           self.tokenizer.token_bytes,
           self.tokenizer.eos_ids,
-          body.stop,
+          body.stop or (),
           body.include_stop_str_in_output,
       )
       choices.append(answers.Choice(request, plan, text))
     scorer = self._score if session is None and body.wants_scores else None
     return answers.Answer(choices, body.n, body.stream, form, session, events, scorer)
+
+  def _end_of_turn(
+      self, body: Body, session: sessions.Session | None, grammar: str
+  ) -> stop_strings.TurnEnd:
+    """Returns how the answer ends: as the client says, or else as the turns of the run.
+
+    A forced answer has no stop strings by default, because its text may hold them. With
+    `ignore_eos` the client alone says where the answer ends.
+    """
+    end = self._turn_end if session is None else stop_strings.UNLIMITED
+    if body.stop is not None or grammar or body.ignore_eos:
+      own = tuple(body.stop or ())
+      end = dataclasses.replace(end, stop_strings=own, skips_thoughts=False)
+    if body.most_tokens is not None:
+      end = dataclasses.replace(end, max_tokens=body.most_tokens)
+    return end
 
   def _make_key(self, seed: int | None, sample: int) -> np.ndarray:
     """Returns the random key of a choice: of its seed, or one that no other choice has.

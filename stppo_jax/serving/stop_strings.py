@@ -6,6 +6,18 @@ import dataclasses
 from stppo_jax import thoughts
 
 
+@dataclasses.dataclass(frozen=True)
+class TurnEnd:
+  """How a turn of a run ends. The default of requests that are not in a session."""
+
+  stop_strings: tuple[str, ...] = ()  # part of the text, as in the turns of the run
+  skips_thoughts: bool = False  # a stop string in a thought ends no turn
+  max_tokens: int | None = None  # None: as many as the model has room for
+
+
+UNLIMITED = TurnEnd()  # eos tokens and the room of the model end the turn
+
+
 @dataclasses.dataclass
 class StopSearch:
   """Looks for stop strings in bytes as they come. In a thought there are none."""
