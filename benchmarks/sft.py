@@ -25,8 +25,8 @@ _MEANS = flags.DEFINE_list('means', ['144', '383', '872'], 'mean tokens of a con
 _REPEATS = flags.DEFINE_integer('repeats', 2, 'measurements of each tree')
 
 HERE = pathlib.Path(__file__).parent.parent
-BATCH = 32  # conversations of a step
-STEPS = {'this': (2, 34), 'base': (2, 6)}  # of a short and of a long training, of some minutes
+BATCH = 32  # conversations per step
+STEPS = {'this': (2, 34), 'base': (2, 6)}  # a short and a long training of some minutes
 
 
 def main(unused_argv):

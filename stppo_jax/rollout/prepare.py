@@ -257,8 +257,11 @@ def check_prompts(
 
 def _warn_of_unknown_words(tokenizer, words):
   """Logs the words that the embedded model has no token for: it was trained on whole words."""
-  is_known = lambda word: 1 in (len(tokenizer.encode(word)), len(tokenizer.encode(f' {word}')))
-  unknown = [word for word in words if not is_known(word)]
+  unknown = []
+  for word in words:
+    num_tokens = min(len(tokenizer.encode(text)) for text in (word, f' {word}'))
+    if num_tokens > 1:
+      unknown.append(word)
   if len(unknown) > _MOST_UNKNOWN * len(words):
     logging.warning(
         'the embedded model does not know %d of the %d words in the prompts and answers looked at '
