@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
+from stppo_jax.envs import factory
 from stppo_jax.envs import isolation
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
@@ -168,6 +169,32 @@ class SeedsTest(parameterized.TestCase):
     self.assertLen(set(seeds), 1000)
     self.assertBetween(min(seeds), 0, 2**31 - 1)
     self.assertBetween(max(seeds), 2**30, 2**31 - 1)
+
+
+class TasksTest(absltest.TestCase):
+
+  def test_tasks_of_an_environment_without_questions_are_seeds(self):
+    class Game(GlobalRandomGame):
+      load_tasks = None
+
+      def __init__(self, task):
+        del task
+        super().__init__()
+
+    made = factory.make_factory('mine:Game', Game, {}, {})
+    train, dev = made.load_tasks('train'), made.load_tasks('dev')
+    self.assertEqual((len(train), len(dev)), (10_000, 256))
+    self.assertEqual((train[3].seed, train[3].hops, train[3].dataset), (3, 0, 'Game'))
+    self.assertNoCommonElements([task.seed for task in train], [task.seed for task in dev])
+    self.assertIsNone(factory.make_factory('mine:Game', UnseededTaskGame, {}, {}).load_tasks)
+
+
+class UnseededTaskGame(UnseededGame):
+  """A game whose tasks are those of the data."""
+
+  def __init__(self, task):
+    del task
+    super().__init__()
 
 
 if __name__ == '__main__':

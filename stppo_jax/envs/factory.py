@@ -13,7 +13,6 @@ from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import guarded
-from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
@@ -154,6 +153,8 @@ def make_factory(
       raise types.UserError(f'{given}: its {key} is {values!r}; a tuple of strings is needed')
     attributes[key] = tuple(values)
   if 'load_tasks' in attributes and attributes['load_tasks'] is None:  # a task is a seed
+    from stppo_jax.envs import packages  # few environments need it
+
     dataset = name.rpartition(':')[2]
     attributes['load_tasks'] = functools.partial(packages.seed_tasks, dataset)
   if reserved := list(filter(is_reserved, attributes['core_metrics'])):
