@@ -17,6 +17,7 @@ import os
 import pathlib
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -118,6 +119,11 @@ class Components:
     """
     prepare.check_positions(self.config)
     prepare.check_tokenizer(self.config, self.tokenizer, self.env.frame)
+    if self.config.env.kind == 'tools' and self.config.model.folder == 'embedded':
+      logging.warning(
+          'the embedded model was not trained to call tools, and will hardly call one: '
+          '--config=examples/calculator/config.py has a small model that does'
+      )
     check = getattr(self.retriever, 'check', None)
     if check is not None and self.config.retriever.max_failed_share < 1:  # else no failure matters
       hosts.by_writer(check)

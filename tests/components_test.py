@@ -7,6 +7,7 @@ import sys
 import tempfile
 import types as python_types
 
+from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -24,6 +25,8 @@ from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import dense_test
 from tests.support import tiny_run
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class JaxSettingsTest(parameterized.TestCase):
@@ -258,6 +261,25 @@ class ResolveTest(parameterized.TestCase):
     self.assertEqual(
         components.plugin_names(config), {'env.kind': 'm:Game', 'env.tools[1]': 'm:tool'}
     )
+
+
+class ToolsOfEmbeddedModelTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('tools', 'embedded', 1), ('search', 'embedded', 0), ('tools', 'calculator', 0)
+  )
+  def test_model_without_calls_is_named_once(self, kind, model, count):
+    config = schema.Config()
+    config.env.kind = kind
+    config.env.tools = ('calculator',) if kind == 'tools' else ()
+    if model != 'embedded':
+      config.model.folder = str(ROOT / 'examples' / model / 'model')
+      config.rollout.max_total = 192
+    with self.assertLogs(level='WARNING') as logs:
+      logging.warning('other')
+      components.resolve(config).load()
+    told = [line for line in logs.output if 'examples/calculator/config.py' in line]
+    self.assertLen(told, count)
 
 
 class PluginsTest(parameterized.TestCase):

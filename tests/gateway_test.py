@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -43,6 +44,7 @@ from stppo_jax.serving import responses as responses_lib
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.serving import stop_strings
 from stppo_jax.serving import template as template_lib
 from stppo_jax.stop_signal import StopSignal
 from tests.support import tiny_tokenizer
@@ -106,7 +108,14 @@ def make_scheduler(max_waiting=256, **settings):
 
 
 @contextlib.contextmanager
-def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
+def running(
+    shares_prefixes=True,
+    port=0,
+    key='',
+    load_params=None,
+    turn_end=stop_strings.UNLIMITED,
+    **settings,
+):
   """A gateway on the embedded model: yields its server."""
   config = schema.Config(name='tiny')
   config.serve = schema.ServeSettings(**settings)
@@ -116,7 +125,7 @@ def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
   )
   with (
       mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
-      gateway.running(config, scheduler, tokenizer, port) as server,
+      gateway.running(config, scheduler, tokenizer, port, turn_end) as server,
   ):
     yield server
 
@@ -1001,6 +1010,216 @@ class ThoughtsTest(parameterized.TestCase):
     self.assertEqual(session.num_turns, 1)
 
 
+class TurnEndTest(parameterized.TestCase):
+  """Requests that do not say where they end."""
+
+  TURN = '<think>a </answer> b</think> c </search> d'
+  STOPS = ('</search>', '</answer>')
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    ends = {
+        'anywhere': stop_strings.TurnEnd(cls.STOPS, False, 7),
+        'after thoughts': stop_strings.TurnEnd(cls.STOPS, True, 7),
+    }
+    cls.servers = {
+        name: cls.enterClassContext(running(turn_end=end, tool_form='tags'))
+        for name, end in ends.items()
+    }
+
+  def ask(self, route='chat/completions', place='anywhere', prefix='', turn=TURN, **fields):
+    asked = {'messages': ASKED['messages']}
+    if route == 'completions':
+      asked = {'prompt': QUESTION}
+    if route == 'responses':
+      asked = {'input': QUESTION}
+    if route == 'messages':
+      asked['max_tokens'] = 50
+    with scripted(f'{turn}<|endoftext|>'):
+      answer = post(self.servers[place], {**asked, **fields}, f'{prefix}/v1/{route}')
+    self.assertEqual(answer.status_code, 200, answer.text)
+    return answer.json()
+
+  def text(self, **kwargs):
+    choice = self.ask(**kwargs)['choices'][0]
+    return choice['message']['content'], choice['finish_reason'], choice['stop_reason']
+
+  @parameterized.parameters('chat/completions', 'completions', 'responses', 'messages')
+  def test_answer_ends_as_turn_of_run(self, route):
+    answer = self.ask(route)
+    texts = {
+        'chat/completions': lambda: answer['choices'][0]['message']['content'],
+        'completions': lambda: answer['choices'][0]['text'],
+        'responses': lambda: answer['output'][0]['content'][0]['text'],
+        'messages': lambda: answer['content'][0]['text'],
+    }
+    self.assertEqual(texts[route](), '<think>a </answer>')
+    if route == 'messages':
+      self.assertEqual((answer['stop_reason'], answer['stop_sequence']), ('end_turn', None))
+
+  def test_stop_string_in_thought_ends_no_turn(self):
+    text = self.TURN.partition(' d')[0]
+    self.assertEqual(self.text(place='after thoughts'), (text, 'stop', None))
+    body = self.ask('completions', 'after thoughts')
+    self.assertEqual(body['choices'][0]['text'], text)
+
+  @parameterized.parameters(
+      ({'stop': []}, TURN, None),
+      ({'stop': 'b'}, '<think>a </answer> ', 'b'),
+      ({'stop': ['b'], 'include_stop_str_in_output': True}, '<think>a </answer> b', 'b'),
+  )
+  def test_stop_of_client_wins(self, fields, text, reason):
+    for place in self.servers:
+      self.assertEqual(self.text(place=place, **fields), (text, 'stop', reason))
+
+  def test_null_is_no_stop_of_client(self):
+    self.assertEqual(self.text(stop=None, max_tokens=None)[0], '<think>a </answer>')
+
+  def test_empty_stops_of_other_routes_win(self):
+    self.assertEqual(self.ask('messages', stop_sequences=[])['content'][0]['text'], self.TURN)
+    answer = self.ask('responses', stop=[])
+    self.assertEqual(answer['output'][0]['content'][0]['text'], self.TURN)
+
+  def test_stream_is_the_answer(self):
+    body = {'messages': ASKED['messages'], 'stream': True}
+    with scripted(self.TURN):
+      chunks = events(post(self.servers['anywhere'], body, stream=True))
+    choices = [choice for chunk in chunks for choice in chunk['choices']]
+    text = ''.join(choice['delta'].get('content', '') for choice in choices)
+    self.assertEqual(text, '<think>a </answer>')
+
+  def test_forced_answer_may_hold_stop_string(self):
+    text = '{"city": "</search>"}'
+    schema = {'type': 'object', 'properties': {'city': {'type': 'string'}}, 'required': ['city']}
+    form = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    for place in self.servers:
+      self.assertEqual(self.text(place=place, turn=text, response_format=form)[0], text)
+
+  @parameterized.parameters(
+      ({}, 7), ({'max_tokens': 3}, 3), ({'max_tokens': 20}, 20), ({'max_completion_tokens': 9}, 9)
+  )
+  def test_limit_is_that_of_run_or_client(self, fields, count):
+    body = {'messages': ASKED['messages'], 'ignore_eos': True, **fields}
+    answer = post(self.servers['anywhere'], body).json()
+    self.assertEqual(answer['usage']['completion_tokens'], count)
+    self.assertEqual(answer['choices'][0]['finish_reason'], 'length')
+
+  def test_sessions_have_no_default_end(self):
+    service = self.servers['anywhere'].app.service
+    session = service.open_session(jax.random.key(0), sessions.Sampling(max_turn=30))
+    prefix = f'/s/{session.name}'
+    self.assertEqual(self.text(prefix=prefix), (self.TURN, 'stop', None))
+    request = self.request('anywhere', prefix)
+    self.assertEqual((request.budget, request.stop, request.call_stop), (30, (), ()))
+
+  def test_run_adds_no_stop_to_known_length(self):
+    for place in self.servers:
+      request = self.request(place, ignore_eos=True)
+      self.assertEqual((request.budget, request.stop, request.call_stop), (7, (), ()))
+
+  def request(self, place, prefix='', **fields):
+    """The scheduler's request of a client's."""
+    server = self.servers[place]
+    submit = mock.Mock(side_effect=scheduler_lib.Busy('no'))
+    with mock.patch.object(server.app.service.scheduler, 'submit', submit):
+      body = {'messages': ASKED['messages'], **fields}
+      post(server, body, f'{prefix}/v1/chat/completions')
+    (request,) = submit.call_args.args[0]
+    return request
+
+
+class ExampleTest(parameterized.TestCase):
+  """What a server takes from its run."""
+
+  def read(self, config, tokenizer=None):
+    return gateway._read_run(config, tokenizer or embedded()[0], StopSignal())
+
+  def command(self, config, run, tokenizer=None, key=''):
+    """Returns (words of the curl command, all text that is logged)."""
+    with mock.patch.dict(os.environ, {'STPPO_API_KEY': key}), self.assertLogs(level='INFO') as logs:
+      gateway._log_use(config, 'http://host:1', tokenizer or embedded()[0], run)
+    text = '\n'.join(record.getMessage() for record in logs.records)
+    return shlex.split(text[text.find('curl ') :]) if 'curl ' in text else [], text
+
+  def test_command_has_prompt_of_run(self):
+    config = embedded_config()
+    config.env.prompt = 'short'
+    config.rollout.max_turn = 40
+    run = self.read(config)
+    self.assertEqual(run.turn_end, stop_strings.TurnEnd(('</search>', '</answer>'), False, 40))
+    words, text = self.command(config, run, key='secret')
+    (message,) = json.loads(words[-1])['messages']
+    self.assertRegex(message['content'], r'\AQuestion: .*\?\n\Z')
+    self.assertEqual(words[2], 'http://host:1/v1/chat/completions')
+    self.assertIn('Authorization: Bearer $STPPO_API_KEY', words)
+    self.assertNotIn('secret', text)
+    self.assertIn('the form of its environment', text)
+
+  def test_command_with_quotes_is_one_argument(self):
+    config = embedded_config()
+    content = 'It\'s "$HOME" `x` \\n\n\u00e9\U0001f600'
+    messages_ = [{'role': 'user', 'content': content}]
+    run = gateway._Run(stop_strings.TurnEnd(max_tokens=1), {'messages': messages_})
+    words, _ = self.command(config, run)
+    self.assertEqual(json.loads(words[-1])['messages'], messages_)
+
+  @parameterized.parameters(False, True)
+  def test_tools_are_shown_as_in_run(self, has_template):
+    config = embedded_config()
+    config.env.kind = 'tools'
+    config.env.tools = ('calculator',)
+    tokenizer = embedded()[0]
+    if has_template:
+      tokenizer = dataclasses.replace(tokenizer, render=mock.Mock())
+    run = self.read(config, tokenizer)
+    (message,) = run.example['messages']
+    self.assertEqual('tools' in run.example, has_template)
+    self.assertEqual('calculator' in message['content'], not has_template)
+
+  @parameterized.parameters(
+      ({'env.kind': 'gateway:tests.chat_test:no_reward'}, 'writes them'),
+      ({'env.kind': 'no_such_module:Env'}, 'no_such_module'),
+      ({'data.source': 'no_such_file.jsonl'}, 'no_such_file'),
+      ({'env.kind': 'tests.gateway_test:FailingEnv'}, 'no board today'),
+      ({'env.kind': 'tests.gateway_test:LongEnv'}, 'too long'),
+  )
+  def test_model_is_served_without_example(self, settings, words):
+    config = embedded_config()
+    for path, value in settings.items():
+      section, name = path.split('.')
+      setattr(getattr(config, section), name, value)
+    run = self.read(config)
+    self.assertEqual(run.turn_end.max_tokens, config.rollout.max_turn)
+    command, text = self.command(config, run)
+    self.assertEqual(command, [])
+    self.assertIn(words, text)
+
+
+class FailingEnv:
+  """An environment that fails."""
+
+  uses_global_random = False
+  message = ''
+
+  def __init__(self, task):
+    del task
+
+  def reset(self, seed):
+    if not self.message:
+      raise OSError('no board today')
+    return self.message, {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+
+
+class LongEnv(FailingEnv):
+  """An environment with a long prompt."""
+
+  message = 'word ' * 10_000
+
+
 class PaddedVocabularyTest(absltest.TestCase):
   """All Qwen models have more rows than their tokenizer has ids."""
 
@@ -1498,9 +1717,13 @@ class CommandTest(absltest.TestCase):
   def test_mode_serve_serves_until_sigterm(self):
     process = self.start()
     url = self.address(process)
-    model = requests.get(url + '/models', timeout=60).json()['data'][0]['id']
-    answer = requests.post(url + '/chat/completions', json={**ASKED, 'model': model}, timeout=120)
+    command = next(line for line in process.stderr if 'curl ' in line)
+    *_, asked_url, _, header, _, body = shlex.split(command[command.find('curl ') :])
+    self.assertEqual(asked_url, url + '/chat/completions')
+    headers = dict([header.split(': ')])
+    answer = requests.post(asked_url, body, headers=headers, timeout=120)
     self.assertEqual(answer.status_code, 200, answer.text)
+    self.assertLessEqual(answer.json()['usage']['completion_tokens'], 40)
     process.terminate()
     self.assertEqual(process.wait(60), 0)
 

@@ -185,7 +185,7 @@ def serve(
 class _Run(NamedTuple):
   """What a server takes from the environment of its run."""
 
-  turn_end: stop_strings.TurnEnd  # of a request that gives no stop strings and no limit
+  turn_end: stop_strings.TurnEnd  # the default of requests
   example: dict[str, Any] | None  # fields of a chat request with a prompt of the run
   reason: str = ''  # why there is no example
 
