@@ -15,8 +15,8 @@ With `serve.weights_folder` a trainer controls the server as it controls vLLM:
   POST /resume                ends a pause
   POST /update_weight_version {"new_version": NAME}; GET /weight_info tells the name
 
-A request without `stop` and `max_tokens` ends as a turn of the run, see `stop_strings.TurnEnd`. In a
-session it ends at the eos token or at the limit of the session.
+A request without `stop` and `max_tokens` ends as a turn of the run, see `stop_strings.TurnEnd`.
+In a session it ends at the eos token or at the limit of the session.
 Log-probs are the model's own, see `serve.logprobs_mode`. In a session they are those of the
 distribution that was drawn from.
 Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs the extra `serve`.
