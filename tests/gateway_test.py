@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import http.client
+import importlib.util
 import json
 import os
 import pathlib
@@ -28,12 +29,15 @@ import pydantic
 import pytest
 import requests
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.envs import stepping
 from stppo_jax.envs import tool_calls
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
@@ -1089,6 +1093,7 @@ class TurnEndTest(parameterized.TestCase):
     text = ''.join(choice['delta'].get('content', '') for choice in choices)
     self.assertEqual(text, '<think>a </answer>')
 
+  @absltest.skipIf(importlib.util.find_spec('llguidance') is None, 'llguidance is not installed')
   def test_forced_answer_may_hold_stop_string(self):
     text = '{"city": "</search>"}'
     schema = {'type': 'object', 'properties': {'city': {'type': 'string'}}, 'required': ['city']}
@@ -1155,6 +1160,25 @@ class ExampleTest(parameterized.TestCase):
     self.assertIn('Authorization: Bearer $STPPO_API_KEY', words)
     self.assertNotIn('secret', text)
     self.assertIn('the form of its environment', text)
+
+  @parameterized.product(kind=('search', 'tools'), folder=('embedded', 'calculator'))
+  def test_example_has_prompt_ids_of_run(self, kind, folder):
+    config = embedded_config()
+    config.env.kind = kind
+    config.env.tools = ('calculator', 'search') if kind == 'tools' else ()
+    if folder != 'embedded':
+      config.model.folder = str(ROOT / 'examples' / folder / 'model')
+    tokenizer = prepare.load_tokenizer(config)
+    example = self.read(config, tokenizer).example
+    template = template_lib.Template(
+        tokenizer, 4096, tool_calls.form_name('auto', tokenizer.render)
+    )
+    body = api.ChatBody.model_validate(example)
+    ids = template.encode(body.conversation_with(template.part_separator), body.offered_tools)
+    parts = components.resolve(config)
+    task = parts.held_out[0]
+    prompt = stepping.reset(parts.env(task, 0), 0)
+    self.assertEqual(ids, episode_lib.first_prompt(tokenizer, *prompt))
 
   def test_command_with_quotes_is_one_argument(self):
     config = embedded_config()
