@@ -582,7 +582,10 @@ def _suggestion(profile):
   answers += [name for name in names if profile_lib.may_name_answer(name)]
   rows = [list(row) for row in profile_lib.rows_of_columns(profile.names, names)]
   options = [name for name in names if profile.facts[name].num_lists and name not in answers[:1]]
-  columns: dict[str, Any] = {'question': questions[0], 'answers': (answers or ['COLUMN'])[0]}
+  columns: dict[str, Any] = {
+      'question': (questions or ['COLUMN'])[0],
+      'answers': (answers or ['COLUMN'])[0],
+  }
   if options or rows:
     columns['options'] = (options or rows)[0]
     columns['answer_is'] = '|'.join(layouts.CHOICE_KINDS)

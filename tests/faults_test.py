@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 
+import stppo_jax
 from stppo_jax.cli import entry
 from stppo_jax.cli import signals
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -83,7 +84,9 @@ class FaultCase(parameterized.TestCase):
     """The lines of our own that a call logs as a warning or an error."""
     with self.assertLogs('absl', 'WARNING') as caught:
       function(*args, **kwargs)
-    return [record.getMessage() for record in caught.records if 'stppo_jax' in record.pathname]
+    package = os.path.dirname(stppo_jax.__file__)
+    own = [record for record in caught.records if record.pathname.startswith(package)]
+    return [record.getMessage() for record in own]
 
 
 class ProcessTest(FaultCase):
