@@ -21,7 +21,11 @@ def make(env_id: str) -> Callable[..., Any]:
 
 
 class GemEnv(packages.PackageEnv):
-  """One of GEM's environments. Metrics: `success`, `moves` and the numbers in GEM's info."""
+  """One of GEM's environments. Metrics: `success`, `moves` and the numbers in GEM's info.
+
+  GEM also pays for some lost games: a last guess close to the number has a reward of up to .98.
+  `success` counts the games that are won.
+  """
 
   core_metrics = ('success',)  # 1 if the rewards of an episode add up to 1, as in a won game
   attributes = staticmethod(packages.turn_attributes)
