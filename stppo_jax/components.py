@@ -143,10 +143,14 @@ class Components:
     """Returns the tasks of a split that belong to `config.data.datasets`."""
     data = self.config.data
     source = self.source
-    if data.source == 'embedded' and self.env.load_tasks:
-      source = self.env.load_tasks  # the environment has tasks of its own
+    has_own_tasks = False
+    if data.source == 'embedded' and self.env.load_tasks is not None:
+      has_own_tasks = True
+      source = self.env.load_tasks
     tasks = [without_surrogates(task) for task in source(split)]
     known = sorted({task.dataset for task in tasks})
+    if has_own_tasks and not set(data.datasets) & set(known):
+      return tasks  # data.datasets names those of the embedded questions
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
           f'config.data.datasets names {", ".join(missing)}: the split {split!r} has '

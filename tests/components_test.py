@@ -29,6 +29,31 @@ from tests.support import tiny_run
 ROOT = pathlib.Path(__file__).parent.parent
 
 
+class GameWithSeeds:
+  load_tasks = None
+
+  def __init__(self, task):
+    del task
+
+  def reset(self, seed=None):
+    return 'go', {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+
+
+class OwnTasksTest(absltest.TestCase):
+
+  def test_embedded_data_sets_do_not_choose_among_own_tasks(self):
+    config = schema.Config()
+    config.env.kind = f'{__name__}:GameWithSeeds'
+    config.retriever.kind = 'none'
+    for datasets in ((), ('geo', 'elements'), ('GameWithSeeds',)):
+      config.data.datasets = datasets
+      tasks = components.resolve(config).load_tasks('train')
+      self.assertLen(tasks, 10_000)
+
+
 class JaxSettingsTest(parameterized.TestCase):
 
   @parameterized.parameters(
