@@ -1142,7 +1142,10 @@ class ExampleTest(parameterized.TestCase):
 
   def command(self, config, run, tokenizer=None, key=''):
     """Returns (words of the curl command, all text that is logged)."""
-    with mock.patch.dict(os.environ, {'STPPO_API_KEY': key}), self.assertLogs(level='INFO') as logs:
+    with (
+        mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
+        self.assertLogs('absl', level='INFO') as logs,
+    ):
       gateway._log_use(config, 'http://host:1', tokenizer or embedded()[0], run)
     text = '\n'.join(record.getMessage() for record in logs.records)
     return shlex.split(text[text.find('curl ') :]) if 'curl ' in text else [], text
