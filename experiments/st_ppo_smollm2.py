@@ -56,23 +56,28 @@ def get_config(mode=''):
   config.eval = schema.EvalSettings(every=20, episodes=0, rows=128)
   if mode == 'cpu':
     config.name += '_cpu'
-    config.env.max_searches = 2
+    config.data = schema.DataSettings(datasets=('geo',))
+    config.env.prompt = 'short'
+    config.env.max_searches = 3
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'
+    config.model.critic = 'shared'
+    config.model.lora_rank = 16
     config.rollout = schema.RolloutSettings(
-        max_prompt=256, max_turn=80, max_observation=160, max_total=640
+        max_prompt=96, max_turn=64, max_observation=96, max_total=448
     )
-    config.train = schema.TrainSettings(  # about 10 minutes on one core; resumable after any update
-        updates=3,
-        episodes=2,
-        mini_batch=1,
-        micro_batch=1,
-        length_buckets=(480, 640),
-        checkpoint_every=1,
+    config.actor.lr = 1e-3
+    config.train = schema.TrainSettings(
+        updates=50,
+        episodes=16,
+        mini_batch=8,
+        micro_batch=4,
+        length_buckets=(128, 192, 256, 320, 448),
+        checkpoint_every=5,
         keep_checkpoints=1,
     )
-    config.eval = schema.EvalSettings(every=0, episodes=4, rows=4)
+    config.eval = schema.EvalSettings(every=25, episodes=48, rows=16)
   elif mode == 'smoke':
     ppo_7b.shrink(config)
   elif mode:

@@ -1,5 +1,13 @@
 """Templated trajectories of the search task: questions with their evidence in, demonstrations out.
 
+  python -m scripts.search_trajectories --config=experiments/st_ppo_smollm2.py:cpu \\
+      --workdir=runs/demonstrations
+  python run.py sft --config=experiments/st_ppo_smollm2.py:cpu \\
+      --config.data.source=runs/demonstrations/episodes --workdir=runs/sft_smollm2
+
+The arguments are those of run.py, and --batches=N tries N demonstrations of each question. Model,
+data and lengths are those of the config. WORKDIR/episodes holds the episodes as a run saves them.
+
 A demonstration plays a question through the real environment with real BM25 results. It is kept
 only if its claims appear in its observations, so that the model learns to read and not to guess. It
 looks up the steps of a question (or, without steps, the question and then titles that were
@@ -8,16 +16,30 @@ demonstrations have one, two or three searches in several wordings, a variety th
 learning can select from.
 """
 
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
 import re
+import sys
 import zlib
 
+import jax
 import numpy as np
 
+from stppo_jax import components
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as chat
+from stppo_jax import types
+from stppo_jax.cli import config_file
+from stppo_jax.cli import entry
+from stppo_jax.cli import flags
 from stppo_jax.envs import rewards
-from stppo_jax.envs import search
-from stppo_jax.retrieval import bm25
-from stppo_jax.training import supervised
+from stppo_jax.monitoring import episodes as records
+from stppo_jax.rollout import demonstrations
+from stppo_jax.rollout import prepare
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
 
 BEGINNINGS = ('I need to find: {}', 'First I look up: {}', 'What I have to know is: {}')
 CONTINUATIONS = ('Now I need: {}', 'The next thing to look up is: {}', 'That leaves: {}')
@@ -26,50 +48,74 @@ WHOLE_FIRST = 0.3  # share of questions with steps whose first search is the who
 MAX_QUOTE = 30  # words of a passage that a thought quotes
 
 
+def main(argv):
+  arguments = flags.parse(argv[1:])
+  config = config_file.load(arguments, reads_run=False)
+  workdir = arguments.flags.workdir
+  if not workdir:
+    raise UserError('--workdir names the folder of the demonstrations: give one')
+  parts = components.resolve(config).load()
+  demonstrator = Demonstrator(parts)
+  number = 0
+  for episodes in demonstrator.batches(parts.tasks, arguments.flags.batches, config.seed):
+    number += 1
+    lines = records.to_records(episodes, parts.tokenizer, 0, 'train')
+    records.write_lines(records.record_path(workdir, 'train', number), lines)
+    lengths = [len(episode.unroll()[0]) for episode in episodes]
+    print(
+        f'{len(episodes)} of {len(parts.tasks)} questions have a demonstration that fits; '
+        f'{np.mean(lengths):.0f} tokens on average, at most {max(lengths)}'
+    )
+  if not number:
+    raise UserError(
+        f'no demonstration of {len(parts.tasks)} questions is valid: check that config.data.corpus '
+        'has the passages of config.data.source, and the lengths of config.rollout'
+    )
+
+
 class Demonstrator:
   """Plays questions by template in the run's environment and within its lengths."""
 
-  def __init__(self, passages, tokenizer, config):
-    self._passages = {passage.id: passage for passage in passages}
-    self._retriever = bm25.Bm25Retriever(passages)
-    self._tokenizer = tokenizer
-    self._env, self._top_k, self._limits = config.env, config.retriever.top_k, config.rollout
+  def __init__(self, parts: components.Components):
+    self._config = parts.config
+    self._retriever = parts.retriever
+    self._env = parts.env_with_retriever
+    self._tokenizer = parts.tokenizer
+    corpus = parts.config.data.corpus or parts.config.data.source
+    self._passages = {passage.id: passage for passage in tasks_lib.load_corpus(corpus)}
 
-  def pool(self, tasks, copies, seed):
-    """Returns the valid demonstrations without duplicates, at most `copies` per task."""
-    pool = {}
-    for task in tasks:
-      for copy in range(copies):
+  def batches(self, tasks: Sequence[Task], copies: int, seed: int) -> Iterator[list[types.Episode]]:
+    """Yields up to `copies` batches of episodes, at most one of each task; no two are the same."""
+    seen = set()
+    for copy in range(copies):
+      texts = {}
+      for task in tasks:
         rng = np.random.default_rng((seed, zlib.crc32(task.id.encode('utf-8')), copy))
-        if (row := self.row(task, rng)) is not None:
-          pool[row.tokens.tobytes()] = row
-    return list(pool.values())
+        played = self.play(task, rng)
+        actions = tuple(action for action, _ in played[1]) if played else ()
+        if actions and (task.id, actions) not in seen:
+          seen.add((task.id, actions))
+          texts[task.id] = actions
+      if episodes := self.episodes([task for task in tasks if task.id in texts], texts):
+        yield episodes
 
-  def row(self, task, rng):
-    """Returns a demonstration as tokens; None if there is none or the rollout would truncate it."""
-    played, limits = self.play(task, rng), self._limits
-    if played is None:
-      return None
-    row = supervised.encode(self._tokenizer, *played, limits.max_observation)
-    prompt, turns = played
-    longest = max(len(self._tokenizer.encode(turn)) for turn, _ in turns)
-    fits = (
-        len(row.tokens) <= limits.max_total
-        and longest <= limits.max_turn
-        and len(chat.encode_prompt(self._tokenizer, prompt)) <= limits.max_prompt
+  def episodes(
+      self, tasks: Sequence[Task], texts: Mapping[str, Sequence[str]]
+  ) -> list[types.Episode]:
+    """Returns the episodes {task id: turns} of a run that are right and within its limits."""
+    player = demonstrations.Demonstrator(
+        source=lambda task: functools.partial(demonstrations.Recorded, [texts[task.id]]),
+        env=self._env,
+        tokenizer=self._tokenizer,
+        limits=prepare.limits(self._config),
+        per_group=1,
     )
-    return row if fits else None
+    played = player.play(jax.random.key(self._config.seed), tasks, range(len(tasks)))
+    return [episode for episode in played if episode.score == 1 and not episode.truncated]
 
   def play(self, task, rng):
     """Returns (prompt, [(turn, observation), ..]) as texts; None if a finding does not appear."""
-    env = search.SearchEnv(
-        task,
-        self._retriever,
-        max_searches=self._env.max_searches,
-        top_k=self._top_k,
-        prompt=self._env.prompt,
-    )
-    story = Story(env, self._visible, rng)
+    story = Story(self._env(task, 0), self._config.env.max_searches, self._visible, rng)
     findings = (
         self._follow_steps(task, story, rng) if task.steps else self._follow_titles(task, story)
     )
@@ -132,7 +178,9 @@ class Demonstrator:
     )
 
   def _visible(self, observation):
-    ids = chat.encode_observation(self._tokenizer, observation, self._limits.max_observation)
+    ids = chat.encode_observation(
+        self._tokenizer, observation, self._config.rollout.max_observation
+    )
     # The last word stands right before the tag, and normalisation would join them.
     return self._tokenizer.decode(ids).replace(chat.CLOSING_TAG, '\n')
 
@@ -140,8 +188,8 @@ class Demonstrator:
 class Story:
   """A demonstration under construction."""
 
-  def __init__(self, env, visible, rng):
-    self._env, self._visible, self._rng = env, visible, rng
+  def __init__(self, env, max_searches, visible, rng):
+    self._env, self._max_searches, self._visible, self._rng = env, max_searches, visible, rng
     self.prompt, _ = env.reset()
     self.turns = []  # (turn, observation)
     self.shown = set()  # ids of passages
@@ -149,7 +197,7 @@ class Story:
 
   def look_up(self, news, query):
     """Adds a turn that states the news and searches; returns False if no search is left."""
-    if len(self.turns) == self._env.max_searches:
+    if len(self.turns) == self._max_searches:
       return False
     wording = _pick(self._rng, BEGINNINGS if not self.turns else CONTINUATIONS)
     info = self.act([*news, wording.format(query)], f'<search> {query} </search>')
@@ -200,3 +248,11 @@ def _contains(text, phrase):
 
 def _pick(rng, choices):
   return choices[rng.integers(len(choices))]
+
+
+if __name__ == '__main__':
+  entry.configure_logging()
+  try:
+    main(sys.argv)
+  except UserError as error:
+    sys.exit(f'search_trajectories: {error}')

@@ -149,7 +149,7 @@ class PlayedTest(parameterized.TestCase):
     tokenizer = make_tokenizer(tokenizer_test.THINKING)
     for text in (f'<think>\nx</think>{ANSWER}', f'x</think>{ANSWER}'):
       env = make_env()
-      source = lambda task, text=text: functools.partial(demonstrations._Recorded, [[text]])
+      source = lambda task, text=text: functools.partial(demonstrations.Recorded, [[text]])
       player = demonstrations.Demonstrator(source, env, tokenizer, LIMITS, per_group=1)
       (row,) = player.play(jax.random.key(0), [TASK], [0])
       self.assertEqual(tokenizer.decode(row.turns[0].tokens), f'x</think>{ANSWER}')

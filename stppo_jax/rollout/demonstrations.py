@@ -111,7 +111,7 @@ def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, MakePlayer]
             f'config.{SETTING}={path!r}, line {number} ({type(error).__name__}: {error}): give '
             'lines of {"task": id, "turns": [text, ..]}, or episodes of a run with this tokenizer'
         ) from error
-  return {task: functools.partial(_Recorded, texts) for task, texts in texts_by_task.items()}
+  return {task: functools.partial(Recorded, texts) for task, texts in texts_by_task.items()}
 
 
 def _texts(record, tokenizer):
@@ -129,7 +129,7 @@ def _texts(record, tokenizer):
   return [episode_lib.action_text(tokenizer, turn.tokens) for turn in episode.turns]
 
 
-class _Recorded:
+class Recorded:
   """Repeats the turns of one of several recorded episodes and ignores the observations."""
 
   def __init__(self, recordings: Sequence[Sequence[str]], rng: random.Random):
