@@ -1,10 +1,12 @@
-"""Speed of the update and the rollout on one GPU, relative to its measured peak.
+"""Does a run work on a GPU, how fast is it relative to the chip's peak, and what does padding cost?
 
-  python -m benchmarks.gpu --part=ceilings
+  python -m benchmarks.gpu --part=first_updates         # the default run, compared with a CPU
+  python -m benchmarks.gpu --part=kernel                # the attention that `auto` picks
   python -m benchmarks.gpu --part=update --size=135M    # 135M, 1.5B, 7B; --layers shortens it
   python -m benchmarks.gpu --part=rollout --size=7B
-  python -m benchmarks.gpu --part=numerics --model=FOLDER --passages=FILE.jsonl
-  python -m benchmarks.gpu --part=update --quick          # seconds on a CPU: does it work?
+  python -m benchmarks.gpu --part=padding               # packed rows, and a row per bin
+  python -m benchmarks.gpu --part=numerics --model=FOLDER
+  python -m benchmarks.gpu --part=update --quick        # on a CPU: does it work?
 
 Not run on a GPU yet. One JSON line per figure. Random weights of the published shapes, computed in
 bfloat16, rows of 2,048 tokens. `mfu` = FLOPs of the result (without recomputation) / time / the
@@ -12,11 +14,25 @@ FLOP/s of a large bfloat16 matmul, measured just before. A decode step is compar
 read the weights and the cache once, at the speed of a large copy. Each part is a process of its
 own, so that running out of memory in one does not affect the others. benchmarks/gpu.sh calls all of
 them.
+
+`first_updates` compares with the losses of a CPU in gpu_expected.json, which `--write` makes again.
+The first two batches are sampled by the first policy, so they must be equal. Losses and norms may
+differ by 1%, because each of the 32 optimizer steps sums in another order.
+`kernel` compares with plain attention in float32 and allows 2% of the norm, as bfloat16 has 8 bits.
+`padding` has the lengths of demonstrations of the search task in gpu_lengths.json: `cpu` and `full`
+are the forms of experiments/st_ppo_smollm2.py.
 """
 
+from collections.abc import Callable
 import dataclasses
+import functools
+import importlib
 import json
+import pathlib
+import sys
+import tempfile
 import time
+import types
 
 from absl import app
 from absl import flags
@@ -27,43 +43,149 @@ import numpy as np
 from benchmarks import ours
 from benchmarks import side_by_side
 from benchmarks import sizes
+from experiments import st_ppo_tiny
 from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
+from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
 _PART = flags.DEFINE_enum(
-    'part', 'ceilings', ['ceilings', 'numerics', 'update', 'rollout'], 'which'
+    'part',
+    'first_updates',
+    ['first_updates', 'kernel', 'update', 'rollout', 'padding', 'numerics'],
+    'which',
 )
 _SIZE = flags.DEFINE_enum('size', '135M', ['135M', '1.5B', '7B'], 'of the model')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'of the model; 0: those of the table', lower_bound=0)
 _MODEL = flags.DEFINE_string('model', '', 'for numerics: a Hugging Face folder')
-_PASSAGES = flags.DEFINE_string('passages', '', 'for numerics: JSON lines with id, title and text')
+_WRITE = flags.DEFINE_bool('write', False, 'for first_updates: write the losses of this CPU')
 
+FOLDER = pathlib.Path(__file__).parent
+EXPECTED = FOLDER / 'gpu_expected.json'
+LENGTHS = FOLDER / 'gpu_lengths.json'
+PASSAGES = FOLDER.parent / 'stppo_jax/assets/knowledge/corpus.jsonl'
 NEW_TOKENS = 128  # per row of the rollout
+EQUAL = ('critic/rewards/mean', 'stppo/agent_tokens/mean', 'num_turns/mean')  # of a batch
+CLOSE = (
+    'actor/pg_loss', 'actor/entropy', 'actor/grad_norm', 'stppo/bias_norm', 'stppo/step_norm',
+    'critic/vf_loss', 'critic/grad_norm',
+)  # fmt: skip
+TOLERANCE = 0.01
+KERNEL_TOLERANCE = 0.02
+HEADS = {'135M': (9, 3, 64), '1.5B': (12, 2, 128)}  # heads, heads of keys, channels
+BINS = 16  # per micro-batch of `padding`
 
 
 def main(unused_argv):
-  if _PART.value == 'ceilings':
+  if _PART.value == 'first_updates':
     side_by_side.print_machine()
-  if _PART.value == 'numerics':
-    compare_dtypes(_MODEL.value, _PASSAGES.value)
+    compare_first_updates()
+  elif _PART.value == 'kernel':
+    check_kernel()
+  elif _PART.value == 'padding':
+    measure_padding()
+  elif _PART.value == 'numerics':
+    compare_dtypes(_MODEL.value)
+  else:
+    best = measure_ceilings()
+    report(**best)
+    if _PART.value == 'update':
+      measure_update(best)
+    else:
+      measure_rollout(best)
+
+
+def compare_first_updates():
+  """Compares the first two updates of the default run with those of a CPU.
+
+  Raises:
+    RuntimeError: a batch is not equal, or a loss or a norm is not close.
+  """
+  # A float32 matmul of a GPU has reduced precision by default.
+  jax.config.update('jax_default_matmul_precision', 'highest')
+  config = st_ppo_tiny.get_config()
+  config.train.updates = 2
+  config.train.length_buckets = (384,)  # one program instead of three
+  config.eval.episodes = 8
+  config.log.tensorboard = False
+  with tempfile.TemporaryDirectory() as workdir:
+    loop.start(config, workdir)
+    rows = metrics_lib.read_metrics(workdir)
+  updates = [{name: row[name] for name in (*EQUAL, *CLOSE)} for row in rows if row['step'] > 0]
+  if _WRITE.value:
+    EXPECTED.write_text(json.dumps(updates, indent=1) + '\n', encoding='utf-8')
     return
-  best = measure_ceilings()
-  report(**best)
-  if _PART.value == 'update':
-    measure_update(best)
-  elif _PART.value == 'rollout':
-    measure_rollout(best)
+  expected = json.loads(EXPECTED.read_text(encoding='utf-8'))
+  problems = []
+  for step, (own, cpu) in enumerate(zip(updates, expected, strict=True), start=1):
+    gaps = {name: abs(own[name] - cpu[name]) / max(abs(cpu[name]), 1e-3) for name in own}
+    report(what='the default run compared with a CPU', update=step, values=own, gaps=gaps)
+    problems += [name for name in EQUAL if own[name] != cpu[name]]
+    problems += [name for name in CLOSE if not gaps[name] <= TOLERANCE]
+  if problems:
+    raise RuntimeError(f'these differ from those of a CPU: {problems}')
+
+
+def check_kernel():
+  """Checks that `auto` picks cuDNN on a GPU, and compares it with plain attention.
+
+  Raises:
+    RuntimeError: it picks another one, or results or gradients are not close.
+  """
+  device = jax.devices()[0]
+  wanted = 'cudnn' if device.platform == 'gpu' else 'plain'
+  length = 128 if side_by_side.QUICK.value else 1024
+  for size, heads in HEADS.items():
+    chosen = attention.choose('auto', device, 'bfloat16', heads[-1], (length,))
+    x = attention_inputs(heads, 2, length, 'bfloat16')
+    ours = attend_with(functools.partial(attention.causal, backend=chosen))(*x)
+    exact = [array.astype(jnp.float32) for array in x]
+    with jax.default_matmul_precision('highest'):
+      reference = attend_with(attention.causal)(*exact)
+    gaps = {
+        name: relative_gap(a, b) for name, a, b in zip(('y', 'dq', 'dk', 'dv'), ours, reference)
+    }
+    report(what='attention compared with plain float32', heads=size, backend=chosen, gaps=gaps)
+    if chosen != wanted or not max(gaps.values()) <= KERNEL_TOLERANCE:
+      raise RuntimeError(f'{chosen} on {device.device_kind}: {wanted} was expected, gaps {gaps}')
+
+
+def attention_inputs(heads, rows, length, dtype):
+  """Returns random q [B,T,N,H], k and v [B,T,M,H], and a cotangent as large as q."""
+  num_heads, num_kv_heads, width = heads
+  keys = jax.random.split(jax.random.key(0), 4)
+  counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+  shapes = [(rows, length, count, width) for count in counts]
+  return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+
+
+def attend_with(attend):
+  """Returns a compiled function of q, k, v, d: the result and the gradients of sum(d result)."""
+
+  @jax.jit
+  def run(q, k, v, d, *rest):
+    y, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
+    return y, *pull(d.astype(y.dtype))
+
+  return run
+
+
+def relative_gap(x, y):
+  """Returns |x - y| / |y|."""
+  x, y = (np.asarray(array, np.float32) for array in (x, y))
+  return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
 def measure_ceilings():
@@ -83,72 +205,96 @@ def measure_ceilings():
   }
 
 
+class Learning:
+  """An actor, and a critic where the variant has one, with compiled functions of the update."""
+
+  def __init__(self, size, shape, capacities, micro_batch, num_rows):
+    variant = dataclasses.replace(variants.VARIANTS[size.variant], entropy_coef=0.0, kl_in='none')
+    self.actor = shape
+    self.critic = dataclasses.replace(shape, head='value') if variant.needs_critic else None
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    optimizer, schedule = train_state.make_optimizer(1e-6, 0, weight_decay=0.01)
+    self._spec = train_state.Spec(
+        variant=variant,
+        actor=self.actor,
+        critic=self.critic,
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
+        micro_batch=micro_batch,
+        lengths=tuple(capacities),
+        temperature=1.0,
+        logp_chunk=512,
+        critic_warmup=0,
+        num_logged_turns=5,
+    )
+    init = jax.jit(decoder.init, static_argnums=1)
+    critic = self.critic and init(jax.random.key(1), self.critic)
+    actor = init(jax.random.key(0), self.actor)
+    self._state = train_state.create_sharded(self._spec, actor, critic, mesh)
+    self._nothing = train_state.Frozen()  # everything is trained
+    self._functions = update.compile_functions(self._spec, self._state, self._nothing, mesh)
+    rng = np.random.default_rng(0)
+    batch = ours.random_batch(self.actor.vocab_size, num_rows, capacities[-1], rng)
+    self.batch = jax.device_put(batch, sharding.rows(mesh))
+
+  def pack(self, lengths):
+    """Returns the optimizer step on all rows, as the run packs them for this attention."""
+    shared = attention.takes_segments(self.actor.attention)
+    places = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths, shared)
+    return packing.Step(np.arange(len(lengths), dtype=np.int32), places)
+
+  def annotate(self, step):
+    """Returns the batch with log-probs and values."""
+    stacked = packing.stack([step])
+    return self._functions.annotate(self._state, self._nothing, self.batch, stacked)[0]
+
+  def update(self, batch, step):
+    """Does an optimizer step; returns its metrics."""
+    self._state, metrics, _ = self._functions.update_step(self._state, self._nothing, batch, step)
+    return metrics
+
+
+def with_attention(shape, lengths):
+  """Returns the shape with the attention that `auto` picks on this device."""
+  device = jax.devices()[0]
+  chosen = attention.choose(
+      'auto', device, shape.dtype, shape.head_dim, lengths, shape.attention_softcap
+  )
+  return dataclasses.replace(shape, attention=chosen)
+
+
 def measure_update(best):
   """Measures log-probs and values, and optimizer steps without and with clipping."""
   size = _size()
   length = 128 if side_by_side.QUICK.value else 2048
-  actor_shape = sizes.shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
-  variant = dataclasses.replace(variants.VARIANTS[size.variant], entropy_coef=0.0, kl_in='none')
-  critic_shape = dataclasses.replace(actor_shape, head='value') if variant.needs_critic else None
-  mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-  optimizer, schedule = train_state.make_optimizer(1e-6, 0, weight_decay=0.01)
-  spec = train_state.Spec(
-      variant=variant,
-      actor=actor_shape,
-      critic=critic_shape,
-      actor_optimizer=optimizer,
-      critic_optimizer=optimizer,
-      actor_lr=schedule,
-      critic_lr=schedule,
-      actor_clip=1.0,
-      critic_clip=1.0,
-      micro_batch=size.micro_batch,
-      lengths=(length,),
-      temperature=1.0,
-      logp_chunk=512,
-      critic_warmup=0,
-      num_logged_turns=5,
-  )
-  init = jax.jit(decoder.init, static_argnums=1)
-  critic = critic_shape and init(jax.random.key(1), critic_shape)
-  state = train_state.create_sharded(spec, init(jax.random.key(0), actor_shape), critic, mesh)
-  nothing = train_state.Frozen()  # everything is trained
-  functions = update.compile_functions(spec, state, nothing, mesh)
-  batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
-  batch = jax.device_put(batch, sharding.rows(mesh))
-  tokens, rows = size.rows * length, np.arange(size.rows, dtype=np.int32)
-  packed = packing.pack(np.full(size.rows, length), size.micro_batch, (length,))
-  whole = packing.Step(rows, packed)
-
-  annotate = lambda: functions.annotate(state, nothing, batch, packing.stack([whole]))
-  seconds = median_s(annotate)
-  one_pass = tokens * forward_flops(actor_shape, length)
-  critic_pass = tokens * forward_flops(critic_shape, length) if critic_shape else 0
+  shape = sizes.shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
+  shape = with_attention(shape, (length,))
+  learning = Learning(size, shape, (length,), size.micro_batch, size.rows)
+  whole = learning.pack(np.full(size.rows, length))
+  tokens = size.rows * length
+  seconds = median_s(lambda: learning.annotate(whole))
+  one_pass = tokens * forward_flops(learning.actor, length)
+  critic_pass = tokens * forward_flops(learning.critic, length) if learning.critic else 0
   known = {
       'size': _SIZE.value,
-      'layers': actor_shape.num_layers,
+      'layers': shape.num_layers,
+      'attention': shape.attention,
       'rows': size.rows,
       'length': length,
-      'params': decoder.num_params(actor_shape),
-      'critic': critic_shape is not None,
+      'params': decoder.num_params(shape),
+      'critic': learning.critic is not None,
   }
   report(
       what='log-probs and values', **known, **speed(one_pass + critic_pass, tokens, seconds, best)
   )
-  near, _ = annotate()
-  # Whole turns off by half a unit, up and down in turn: either sign of an advantage is clipped
-  # somewhere.
-  far = near.replace(
-      old_logp=near.old_logp + jnp.where(near.turn_ids % 2, 0.5, -0.5) * near.action_mask
-  )
-
+  near = learning.annotate(whole)
+  far = clipped(near)
   for what, batch, passes in (('nothing clipped', near, 3), ('something clipped', far, 5)):
-
-    def step():
-      nonlocal state
-      state, metrics, _ = functions.update_step(state, nothing, batch, whole)
-      return metrics
-
+    step = functools.partial(learning.update, batch, whole)
     seconds = median_s(step)
     if (float(step()['actor/pg_clipfrac']) > 0) != (batch is far):
       raise RuntimeError(f'{what}: that is not so')
@@ -157,6 +303,164 @@ def measure_update(best):
         **known,
         **speed(passes * one_pass + 3 * critic_pass, tokens, seconds, best),
     )
+
+
+def clipped(batch):
+  """Returns a batch whose policy was half a unit away, up and down in turn.
+
+  Either sign of an advantage is clipped somewhere.
+  """
+  shift = jnp.where(batch.turn_ids % 2, 0.5, -0.5) * batch.action_mask
+  return batch.replace(old_logp=batch.old_logp + shift)
+
+
+def measure_padding():
+  """Measures packed rows and rows in bins of their own: whole updates, and attention alone."""
+  forms = json.loads(LENGTHS.read_text(encoding='utf-8'))
+  if side_by_side.QUICK.value:
+    short = [length // 4 for length in forms['cpu']['lengths'][:6]]
+    forms = {'quick': {'lengths': short, 'capacities': [64, 128]}}
+  for size in HEADS:  # a part that is cut has the first figures
+    for form, fields in forms.items():
+      lengths = np.array(fields['lengths'])
+      capacities = fields['capacities']
+      bins = min(BINS, len(lengths) // 3)
+      compare_kernels(form, size, lengths, capacities, bins)
+      if size == _SIZE.value:
+        for kernel in sorted({'plain', with_attention(_shape(), capacities).attention}):
+          compare_update(form, kernel, lengths, capacities, bins)
+
+
+def _shape():
+  size = _size()
+  return sizes.shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
+
+
+def compare_update(form, kernel, lengths, capacities, bins):
+  """Measures an optimizer step on rows of these lengths, packed if the kernel takes segments."""
+  shape = dataclasses.replace(_shape(), attention=kernel)
+  is_packed = attention.takes_segments(kernel)
+  capacities = capacities_of(is_packed, capacities)
+  learning = Learning(_size(), shape, capacities, bins, len(lengths))
+  mask = np.arange(capacities[-1]) < lengths[:, None]
+  learning.batch = learning.batch.replace(
+      action_mask=learning.batch.action_mask * mask, turn_ids=learning.batch.turn_ids * mask
+  )
+  step = learning.pack(lengths)
+  batch = clipped(learning.annotate(step))
+  seconds = median_s(functools.partial(learning.update, batch, step))
+  computed = packing.num_computed(step.packing, bins, capacities)
+  report(
+      what='update on the lengths of the search task',
+      form=form,
+      size=_SIZE.value,
+      attention=kernel,
+      packed=is_packed,
+      tokens=int(lengths.sum()),
+      computed=computed,
+      padding=1 - lengths.sum() / computed,
+      seconds=seconds,
+      tokens_per_s=lengths.sum() / seconds,
+      peak_gib=peak_gib(),
+  )
+
+
+def capacities_of(is_packed, capacities):
+  """Returns the lengths of bins: packed rows fill the longest, and each length is a compilation."""
+  return capacities[-1:] if is_packed else capacities
+
+
+def compare_kernels(form, size, lengths, capacities, bins):
+  """Measures attention, forward and backward, over all rows with each kernel that can run."""
+  dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
+  heads = HEADS[size]
+  for name, (attend, is_packed) in kernels(heads[-1]).items():
+    known = {'what': 'attention alone', 'form': form, 'heads': size, 'kernel': name}
+    try:
+      seconds, gap, computed = time_kernel(
+          attend, is_packed, heads, dtype, lengths, capacities, bins
+      )
+    except Exception as error:  # of another library  # pylint: disable=broad-except
+      reason = (str(error).splitlines() or [''])[0]
+      report(**known, cannot=f'{type(error).__name__}: {reason}'[:300])
+      continue
+    report(
+        **known,
+        packed=is_packed,
+        tokens=int(lengths.sum()),
+        computed=computed,
+        seconds=seconds,
+        tokens_per_s=lengths.sum() / seconds,
+        gap_to_plain=gap,
+    )
+
+
+def time_kernel(attend, is_packed, heads, dtype, lengths, capacities, bins):
+  """Returns (seconds for all micro-batches, gap of the first to plain attention, tokens)."""
+  capacities = capacities_of(is_packed, capacities)
+  places = packing.pack(lengths, bins, capacities, is_packed)
+  run = attend_with(attend)
+  batches = []
+  for j in range(int(places.bin.max()) // bins + 1):
+    columns = int(capacities[packing.which_capacity(places, j, bins, capacities)])
+    layout = packing.layout(places, j, bins, columns, capacities[-1])
+    batches.append((*attention_inputs(heads, bins, columns, dtype), layout.segments))
+  y = run(*batches[0])[0]
+  reference = attend_with(attention.causal)(*batches[0])[0]
+  live = np.asarray(batches[0][-1] >= 0)
+  gap = relative_gap(np.asarray(y, np.float32)[live], np.asarray(reference, np.float32)[live])
+  seconds = median_s(lambda: [run(*batch) for batch in batches])
+  return seconds, gap, packing.num_computed(places, bins, capacities)
+
+
+def kernels(width: int) -> dict[str, tuple[Callable, bool]]:
+  """Returns {name: (attention of q, k, v, segments; whether several rows share a bin)}."""
+  on_gpu = jax.devices()[0].platform == 'gpu'
+  implementation = 'cudnn' if on_gpu else 'xla'
+
+  def plain(q, k, v, segments):
+    return attention.causal(q, k, v, segments, chunk=512)
+
+  def row_per_bin(q, k, v, segments):
+    del segments  # padding is at the end of the row
+    return attention.causal(q, k, v, backend='cudnn')
+
+  def mask(q, k, v, segments):
+    same = segments[:, None, :, None] == segments[:, None, None]
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=same, is_causal=True, implementation=implementation
+    )
+
+  def pallas(q, k, v, segments):
+    from jax.experimental.pallas.ops.gpu import attention as pallas_attention
+
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    return pallas_attention.mha(
+        q, k, v, segments, sm_scale=width**-0.5, causal=True, interpret=not on_gpu
+    )
+
+  def tokamax(q, k, v, segments):
+    same = segments[:, None, :, None] == segments[:, None, None]
+    return import_tokamax().dot_product_attention(q, k, v, mask=same, is_causal=True)
+
+  return {
+      'plain': (plain, True),
+      'cudnn': (row_per_bin, False),
+      'jax.nn with a mask': (mask, True),
+      'pallas': (pallas, True),
+      'tokamax': (tokamax, True),
+  }
+
+
+def import_tokamax():
+  """Returns the module, without xprof: tokamax needs its 30 MiB for its own benchmarks alone."""
+  for name in ('xprof', 'xprof.cli', 'xprof.cli.tools'):
+    module = types.ModuleType(name)
+    module.__path__ = []
+    module.get_kernel_stats_tool = None
+    sys.modules.setdefault(name, module)
+  return importlib.import_module('tokamax')
 
 
 def measure_rollout(best):
@@ -211,10 +515,10 @@ def _ends(turns):
   return [engine.Prompt((), 0) for _ in turns]
 
 
-def compare_dtypes(folder, passages):
+def compare_dtypes(folder):
   """Compares bfloat16 with float32 on a real model: log-probs of real text, greedy answers."""
   tokenizer = chat.load_tokenizer(folder)
-  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(passages)]
+  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(PASSAGES)]
   rows = np.array(
       [ids for ids in texts if len(ids) == 128][: 4 if side_by_side.QUICK.value else 64]
   )

@@ -1,0 +1,296 @@
+"""Runs the parts of benchmarks/gpu.sh, each under its own time limit; results after each part.
+
+The parts and their order are in `plan`. A part that exceeds its limit is ended and recorded as cut,
+and the next part begins. Parts that are done or cut are not run again by the next call with the
+same store, and parts that failed are. The module needs the standard library alone, because the
+packages arrive with the parcels.
+"""
+
+import argparse
+from collections.abc import Iterable
+from collections.abc import Mapping
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from typing import Any
+from typing import NamedTuple
+
+from benchmarks import parcels
+
+ROOT = pathlib.Path(__file__).parent.parent
+TOTAL_S = 480.0  # of one call
+# Seconds of each group of parts in one call. The quick form has more, because CPUs are slower.
+GROUPS = {'runs': 80.0, 'figures': 120.0, 'padding': 60.0, 'model': 190.0}
+QUICK_FACTOR = 20
+GRACE_S = 10.0  # between SIGTERM and SIGKILL. A run saves a checkpoint in it.
+GGUF = 'SmolLM2-135M-Instruct.Q4_1.gguf'
+EXPERIMENT = 'experiments/st_ppo_smollm2.py'
+TESTS = ('tests/attention_test.py', 'tests/update_test.py', 'tests/sampler_test.py')
+
+
+class Part(NamedTuple):
+  """A part of the job.
+
+  Attributes:
+    name: it names the log, too.
+    group: of GROUPS, whose seconds the parts share.
+    limit_s: seconds until the part is ended.
+    command: it prints figures as lines of JSON.
+    needs: files without which the part is left out.
+    runs: workdirs whose metrics are results.
+  """
+
+  name: str
+  group: str
+  limit_s: float
+  command: list[str]
+  needs: tuple[pathlib.Path, ...] = ()
+  runs: tuple[pathlib.Path, ...] = ()
+
+
+def plan(store: pathlib.Path, variant: str, quick: bool) -> list[Part]:
+  """Returns the parts in the order of what is learned per second.
+
+  The second command, for `ppo`, has the parts of the language model alone.
+  """
+  python = [sys.executable, '-m']
+  figure = [*python, 'benchmarks.gpu', *(('--quick', '--repeats=1') if quick else ())]
+  chosen = ['tests/attention_test.py', '-k', 'choose or Rotary'] if quick else [*TESTS, '-n', '8']
+  tests = [*python, 'pytest', '-v', '-p', 'no:cacheprovider', *chosen]
+  parts = []
+  if variant != 'ppo':
+    parts = [
+        Part('kernel', 'runs', 20, [*figure, '--part=kernel']),
+        Part('first_updates', 'runs', 60, [*figure, '--part=first_updates']),
+        Part('tests', 'runs', 60, tests),
+    ]
+    for size in ['135M'] if quick else ['135M', '1.5B', '7B']:
+      flag = f'--size={size}'
+      parts.append(Part(f'update_{size}', 'figures', 45, [*figure, '--part=update', flag]))
+      parts.append(Part(f'rollout_{size}', 'figures', 30, [*figure, '--part=rollout', flag]))
+    parts.append(Part('padding', 'padding', 60, [*figure, '--part=padding']))
+  return parts + language_model(store, variant, quick, figure)
+
+
+def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[str]) -> list[Part]:
+  """Returns the parts of SmolLM2. The quick form has the embedded model in its place."""
+  python = [sys.executable, '-m']
+  run = [sys.executable, 'run.py']
+  gguf = store / 'cargo' / GGUF
+  model = ROOT / 'stppo_jax/assets/tiny' if quick else store / 'model'
+  demonstrations = store / 'demonstrations'
+  sft = store / 'sft'
+  workdir = store / variant
+  if quick:
+    settings = [f'--config={EXPERIMENT}:smoke']
+  else:
+    settings = [f'--config={EXPERIMENT}:cpu', '--config.model.dtype=bfloat16']
+    settings.append('--config.eval.every=10')
+  settings.append('--config.log.tensorboard=False')
+  start = [*settings, f'--config.model.folder={model}']
+  episodes = demonstrations / 'episodes'
+  weights = model / 'model.safetensors'
+  commands = {
+      'model': [*python, 'scripts.smollm2_folder', f'--gguf={gguf}', f'--out={model}'],
+      'numerics': [*figure, '--part=numerics', f'--model={model}'],
+      'demonstrations': [
+          *[*python, 'scripts.search_trajectories', *start, f'--workdir={demonstrations}']
+      ],
+      'sft': [*run, 'sft', *start, f'--config.data.source={episodes}', f'--workdir={sft}'],
+      variant: [
+          *[*run, *settings, f'--config.model.folder={sft / "model"}'],
+          *[f'--config.algorithm.variant={variant}', f'--workdir={workdir}'],
+      ],
+  }
+  parts = [
+      Part('model', 'model', 20, commands['model'], (gguf,)),
+      Part('numerics', 'model', 20, commands['numerics'], (weights,)),
+      Part('demonstrations', 'model', 30, commands['demonstrations'], (weights,)),
+      Part('sft', 'model', 60, commands['sft'], (weights, episodes), (sft,)),
+      Part(
+          variant, 'model', 180, commands[variant], (sft / 'model/model.safetensors',), (workdir,)
+      ),
+  ]
+  return parts[1:] if quick else parts
+
+
+class Job:
+  """Runs parts and keeps their records.
+
+  Args:
+    store: folder that stays between calls.
+    out: folder of the results, which has at most eight files.
+    factor: of all limits.
+  """
+
+  def __init__(self, store: pathlib.Path, out: pathlib.Path, factor: float = 1.0):
+    self._store = store
+    self._out = out
+    self._end = time.monotonic() + factor * TOTAL_S
+    self._left_s = {group: factor * seconds for group, seconds in GROUPS.items()}
+    self._factor = factor
+    self._logs = store / 'logs'
+    self._logs.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+
+  def run(self, parts: Iterable[Part]) -> None:
+    """Runs the parts that are neither done nor cut, and writes the results after each."""
+    results = {record['part']: record['result'] for record in self.records()}
+    for part in parts:
+      if results.get(part.name) in ('done', 'cut'):
+        continue
+      self._record(part, **self._run_part(part))
+      self._write_results()
+    self._write_results()
+
+  def records(self) -> list[dict[str, Any]]:
+    """Returns the records of all calls with this store, oldest first."""
+    path = self._store / 'progress.jsonl'
+    lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+  def _run_part(self, part: Part) -> dict[str, Any]:
+    missing = [path for path in part.needs if not path.exists()]
+    if missing:
+      return {'result': 'left out', 'why': f'{missing[0].name} is not there'}
+    started = time.monotonic()
+    left_s = min(self._end - GRACE_S - started, self._left_s[part.group])
+    if left_s < 1:
+      return {'result': 'left out', 'why': f'no time is left for {part.group}'}
+    limit_s = min(self._factor * part.limit_s, left_s)
+    with (self._logs / f'{part.name}.log').open('wb') as log:
+      code = run_limited(part.command, limit_s, log)
+    seconds = time.monotonic() - started
+    self._left_s[part.group] -= seconds
+    result = {0: 'done', None: 'cut'}.get(code, 'failed')
+    record = {'result': result, 'seconds': round(seconds, 1), 'limit_s': round(limit_s, 1)}
+    return record if result != 'failed' else record | {'exit_code': code}
+
+  def _record(self, part: Part, **fields: Any) -> None:
+    line = json.dumps({'part': part.name} | fields)
+    print(line, flush=True)
+    with (self._store / 'progress.jsonl').open('a', encoding='utf-8') as file:
+      file.write(line + '\n')
+    figures = list(read_figures(self._logs / f'{part.name}.log'))
+    for workdir in part.runs:
+      figures += summarize(workdir)
+    with (self._store / 'figures.jsonl').open('a', encoding='utf-8') as file:
+      for figure in figures:
+        file.write(json.dumps({'part': part.name} | figure) + '\n')
+
+  def _write_results(self) -> None:
+    for name in ('progress.jsonl', 'figures.jsonl'):
+      if (self._store / name).exists():
+        shutil.copyfile(self._store / name, self._out / name)
+    for path in self._store.glob('*/metrics.jsonl'):
+      shutil.copyfile(path, self._out / f'{path.parent.name}_metrics.jsonl')
+    with tarfile.open(self._out / 'logs.tar.gz', 'w:gz') as archive:
+      archive.add(self._logs, 'logs')
+
+
+def run_limited(command: list[str], limit_s: float, log: Any) -> int | None:
+  """Runs a command in a process group of its own; returns its exit code, None if it was cut.
+
+  After `limit_s` the group gets SIGTERM, and SIGKILL after GRACE_S more.
+  """
+  process = subprocess.Popen(
+      command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+  )
+  try:
+    return process.wait(limit_s)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+      process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+      pass
+    return None
+  finally:
+    try:
+      os.killpg(process.pid, signal.SIGKILL)  # what the command has left running, too
+    except ProcessLookupError:
+      pass
+    process.wait()
+
+
+def read_figures(log: pathlib.Path) -> Iterable[Mapping[str, Any]]:
+  """Yields the JSON objects among the lines of a log."""
+  if not log.exists():
+    return
+  for line in log.read_text(encoding='utf-8', errors='replace').splitlines():
+    if line.startswith('{'):
+      try:
+        yield json.loads(line)
+      except ValueError:
+        continue
+
+
+def summarize(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns a figure with the first and the last score of a run, and its held-out loss."""
+  path = workdir / 'metrics.jsonl'
+  if not path.exists():
+    return []
+  rows = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+  figures = []
+  for name in ('val-core/all/em', 'sft/held_out_loss'):
+    scored = [row for row in rows if row.get(name) is not None]
+    if scored:
+      first, last = scored[0], scored[-1]
+      figures.append(
+          {
+              'what': f'{workdir.name}: {name}',
+              'before': first[name],
+              'after': last[name],
+              'after_update': last['step'],
+              'updates': rows[-1]['step'],
+          }
+      )
+  return figures
+
+
+def install(store: pathlib.Path, log: Any) -> None:
+  """Installs the wheels that have arrived, without an index, for the parts that follow."""
+  site = store / 'site'
+  wheels = sorted(str(path) for path in (store / 'cargo').glob('*.whl'))
+  if wheels and not site.exists():
+    pip = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-index', '--no-deps']
+    command = [*pip, '--no-compile', f'--target={site}', *wheels]
+    subprocess.run(command, check=True, stdout=log, stderr=log)
+  paths = [str(site), *filter(None, [os.environ.get('PYTHONPATH')])]
+  os.environ['PYTHONPATH'] = os.pathsep.join(paths)
+
+
+def main() -> None:
+  """Takes in a parcel, and runs the parts."""
+  parser = argparse.ArgumentParser(prog='benchmarks/gpu.sh')
+  parser.add_argument('out', type=pathlib.Path, help='folder of the results')
+  parser.add_argument('parcel', type=pathlib.Path, nargs='?', help='parcel that has just arrived')
+  args = parser.parse_args()
+  store = pathlib.Path(os.environ.get('STORE', ROOT / 'runs/gpu')).absolute()
+  variant = os.environ.get('VARIANT', 'st_ppo')
+  if variant not in ('st_ppo', 'ppo'):
+    parser.error(f'VARIANT={variant}: give st_ppo or ppo')
+  quick = bool(os.environ.get('QUICK'))
+  job = Job(store, args.out.absolute(), QUICK_FACTOR if quick else 1)
+  try:
+    if args.parcel:
+      missing = parcels.receive(args.parcel, store / 'cargo')
+      print(f'not complete yet: {missing}' if missing else 'all parcels are here', flush=True)
+    with (store / 'logs/install.log').open('wb') as log:
+      install(store, log)
+  except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    sys.exit(f'benchmarks/gpu.sh: {error}')
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(store / 'cache'))
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  os.environ['PYTHONUNBUFFERED'] = '1'
+  job.run(plan(store, variant, quick))
+
+
+if __name__ == '__main__':
+  main()
