@@ -1,13 +1,15 @@
 """ST-PPO on Qwen3.5-0.8B: real questions, BM25 over real passages, one accelerator.
 
   hf download Qwen/Qwen3.5-0.8B --local-dir=models/Qwen3.5-0.8B
-  python -m scripts.sft_smollm2 --model=models/Qwen3.5-0.8B --source=DATA/general_qa.jsonl \\
-    --corpus=DATA/general_corpus.jsonl --out=runs/sft_qwen3_5_0_8b
-  python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py \\
-    --config.model.folder=runs/sft_qwen3_5_0_8b \\
-    --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
+  DATA="--config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl"
+  python -m scripts.search_trajectories --config=experiments/st_ppo_qwen3_5_0_8b.py $DATA \\
+    --workdir=runs/demonstrations
+  python run.py sft --config=experiments/st_ppo_qwen3_5_0_8b.py \\
+    --config.data.source=runs/demonstrations/episodes --workdir=runs/sft_qwen3_5_0_8b
+  python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py $DATA \\
+    --config.model.folder=runs/sft_qwen3_5_0_8b/model
 
-Not run with this model yet. The second line makes demonstrations from templates.
+Not run with this model yet. The third line makes demonstrations from templates.
 Does it fit?  python run.py --config=experiments/st_ppo_qwen3_5_0_8b.py --mode=plan \\
   --topology=v5e:2x2
 """

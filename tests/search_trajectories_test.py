@@ -1,24 +1,27 @@
-"""The warm start of a real model: demonstrations claim only what was read, cut as in a rollout."""
+"""Demonstrations of the search task: they claim only what was read, and are episodes of a run."""
 
 import functools
 import re
+import tempfile
+from unittest import mock
+import zlib
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import numpy as np
 
 from experiments import st_ppo_smollm2
+from experiments import st_ppo_tiny
 from scripts import search_trajectories
+from stppo_jax import components
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as chat
-from stppo_jax.envs import factory
+from stppo_jax import types
 from stppo_jax.envs import search
-from stppo_jax.rollout import engine
-from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
+from stppo_jax.training import sft
 from stppo_jax.types import Passage
 from stppo_jax.types import Task
-from stppo_jax.types import Turn
 
 PASSAGES = [
     Passage(
@@ -67,6 +70,7 @@ def make_tokenizer():
 
 def make_config():
   config = st_ppo_smollm2.get_config()
+  config.model.folder = 'embedded'
   config.retriever.top_k = 1
   # The embedded tokenizer cuts words that it does not know into letters.
   config.rollout.max_prompt, config.rollout.max_turn, config.rollout.max_total = 1024, 512, 4096
@@ -74,7 +78,10 @@ def make_config():
 
 
 def make_demonstrator(config=None):
-  return search_trajectories.Demonstrator(PASSAGES, make_tokenizer(), config or make_config())
+  """Returns a demonstrator whose passages are `PASSAGES`."""
+  parts = components.resolve(config or make_config())
+  with mock.patch.object(tasks_lib, 'load_corpus', return_value=PASSAGES):
+    return search_trajectories.Demonstrator(parts)
 
 
 def play(task, seed=0, config=None):
@@ -162,51 +169,22 @@ class StoryTest(parameterized.TestCase):
     self.assertLen(quote.split(), search_trajectories.MAX_QUOTE)
 
 
-def scripted(turns):
-  """Returns an `engine.run` with one sequence, which samples the given turns."""
-
-  def run(sampler, params, prompts, keys, respond, threads):
-    del sampler, params, keys, threads
-    [prompt], left = prompts, list(turns)
-    while prompt.budget:
-      turn = np.array(left.pop(0), np.int32)
-      assert len(turn) <= prompt.budget
-      [prompt] = respond([engine.TurnCompletion(0, Turn(turn, np.zeros(len(turn), np.float32)))])
-    return engine.Report()
-
-  return run
-
-
-class TokensTest(parameterized.TestCase):
+class EpisodesTest(parameterized.TestCase):
 
   @parameterized.parameters(BIRTH, YEAR, NO_STEPS, BOTH)
-  def test_row_is_episode_of_its_turns(self, task):
-    """Prompt, turns and cut observations, as the rollout plays them token by token."""
+  def test_episode_has_turns_and_cut_observations(self, task):
     config, tokenizer = make_config(), make_tokenizer()
     whole = len(tokenizer.encode(search.observation_text([PASSAGES[0]], 'search_r1')))
     config.rollout.max_observation = whole - 10  # the evidence stands before that
     demonstrator = make_demonstrator(config)
-    row = demonstrator.row(task, np.random.default_rng(0))
-    _, turns = demonstrator.play(task, np.random.default_rng(0))
+    ((episode,),) = demonstrator.batches([task], 1, 0)
+    digest = zlib.crc32(task.id.encode('utf-8'))
+    _, turns = demonstrator.play(task, np.random.default_rng((0, digest, 0)))
     spoken = [tokenizer.encode(turn) for turn, _ in turns]
-    env = search.SearchEnv(task, demonstrator._retriever, config.env.max_searches, 1, 'search_r1')
-    limits = episode_loop.EpisodeLimits(
-        config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total
-    )
-    env_factory = factory.EnvFactory(search.SearchEnv, {})
-    [episode], _ = episode_loop.play(
-        None,
-        None,
-        tokenizer,
-        episode_loop.EpisodeInputs([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
-        episode_loop.EpisodeRules(env_factory, limits),
-        scripted(spoken),
-    )
-    tokens, turn_ids, _ = episode.unroll()
-    np.testing.assert_array_equal(row.tokens, tokens)
-    np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))
-    self.assertEqual(episode.metrics['em'], 1)
+    self.assertEqual([turn.tokens.tolist() for turn in episode.turns], spoken)
+    self.assertEqual(episode.score, 1)
     self.assertLen(episode.turns[0].observation, whole - 10)
+    self.assertTrue(episode.demonstrated)
     self.assertEqual(
         [turn.action for turn in episode.turns], ['search'] * (len(turns) - 1) + ['answer']
     )
@@ -222,23 +200,49 @@ class TokensTest(parameterized.TestCase):
         stopped = [state == len(table) - 1 for state in states]
         self.assertEqual(stopped, [False] * (len(states) - 1) + [True])
 
-  def test_a_pool_depends_on_the_seed_alone(self):
+  def test_batches_depend_on_the_seed_alone(self):
     tasks = [BIRTH, YEAR, NO_STEPS, BOTH]
-    pools = [
-        make_demonstrator().pool(order, 3, seed)
-        for order, seed in ((tasks, 0), (tasks[::-1], 0), (tasks, 1))
-    ]
-    same, again, other = ({row.tokens.tobytes() for row in pool} for pool in pools)
+    pools = [all_tokens(tasks, 0), all_tokens(tasks[::-1], 0), all_tokens(tasks, 1)]
+    same, again, other = map(set, pools)
     self.assertEqual(same, again)
     self.assertNotEqual(same, other)
     self.assertLen(pools[0], len(same))  # none twice
 
   @parameterized.parameters('max_prompt', 'max_turn', 'max_total')
-  def test_pool_leaves_out_overlong_episodes(self, limit):
+  def test_overlong_episodes_are_left_out(self, limit):
     config = make_config()
-    self.assertNotEmpty(make_demonstrator(config).pool([BIRTH], 3, 0))
+    self.assertNotEmpty(all_tokens([BIRTH], 0, config))
     setattr(config.rollout, limit, 20)
-    self.assertEmpty(make_demonstrator(config).pool([BIRTH], 3, 0))
+    self.assertEmpty(all_tokens([BIRTH], 0, config))
+
+
+class CommandTest(absltest.TestCase):
+
+  def test_sft_reads_what_it_writes(self):
+    workdir = tempfile.mkdtemp()
+    arguments = ['', '--config=experiments/st_ppo_tiny.py', f'--workdir={workdir}', '--batches=2']
+    arguments.append("--config.data.datasets=('elements',)")
+    search_trajectories.main(arguments)
+    config = st_ppo_tiny.get_config()
+    config.data.source = f'{workdir}/episodes'
+    pools = sft.load_pools(config)
+    self.assertBetween(len(pools.train) + len(pools.held_out), 600, 880)  # of 440 questions, twice
+
+  def test_questions_without_evidence_are_refused(self):
+    arguments = ['', f'--workdir={tempfile.mkdtemp()}']
+    with mock.patch.object(search_trajectories.Demonstrator, 'play', return_value=None):
+      with self.assertRaisesRegex(types.UserError, 'no demonstration of 1820 questions is valid'):
+        search_trajectories.main(arguments)
+
+  def test_folder_is_asked_for(self):
+    with self.assertRaisesRegex(types.UserError, '--workdir names the folder'):
+      search_trajectories.main([''])
+
+
+def all_tokens(tasks, seed, config=None):
+  """Returns the tokens of all episodes, as bytes."""
+  batches = make_demonstrator(config).batches(tasks, 3, seed)
+  return [episode.unroll()[0].tobytes() for batch in batches for episode in batch]
 
 
 if __name__ == '__main__':
