@@ -90,7 +90,7 @@ def get_study(mode: str = '') -> grid.Study:
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
   methods = {name: method(name) for name in METHODS}
   grids = {SEARCH: grid.Grid(methods, rates, seeds=SEARCH_SEEDS, drawn=())}
-  best = best_rates(grid.Study(grids), get_config(mode))
+  best = results.best_rates(grid.plan(grid.Study(grids), get_config(mode)), RESULTS)
   at_best = {name: methods[name] | {'actor.lr': rate} for name, rate in best.items()}
   if at_best:
     baseline = 'ppo' if 'ppo' in at_best else next(iter(at_best))
@@ -127,19 +127,6 @@ def example(name: str) -> dict[str, Any]:
       for path, _, value in validation.fields(config)
       if value != ours[path] and not path.startswith(_OWN)
   }
-
-
-def best_rates(study: grid.Study, config: schema.Config) -> dict[str, float]:
-  """Returns {row: rate with the highest final score} of the rows that were run at every rate."""
-  jobs = grid.plan(study, config)
-  records = results.planned(jobs, results.read(RESULTS))
-  best = {}
-  for name in METHODS:
-    own = [job for job in jobs if job.method == name]
-    if all(job.name in records for job in own):
-      score = lambda job: records[job.name]['measures']['final'] or 0.0
-      best[name] = max(own, key=score).overrides['actor.lr']
-  return best
 
 
 def run_all(workdir: str, stop_requested: Callable[[], bool]) -> int:

@@ -176,6 +176,18 @@ def unchanged(
   return {name: newest[name, digest] for name, digest in keys if (name, digest) in newest}
 
 
+def best_rates(jobs: Sequence[grid_lib.Job], folder: str) -> dict[str, float]:
+  """Returns {method: rate with the highest final score} of methods that ran at every rate."""
+  records = planned(jobs, read(folder))
+  best = {}
+  for method in dict.fromkeys(job.method for job in jobs):
+    own = [job for job in jobs if job.method == method]
+    if all(job.name in records for job in own):
+      score = lambda job: records[job.name]['measures']['final'] or 0.0
+      best[method] = max(own, key=score).overrides['actor.lr']
+  return best
+
+
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
   """Returns a record with the present names of its task, grid and settings."""
   record['task'] = {'mechanism': 'toy'}.get(record['task'], record['task'])

@@ -1,0 +1,75 @@
+"""Does a language model learn here? ST-PPO and token PPO on SmolLM2-135M, on a CPU.
+
+  python -m research.study_smollm2 --workdir=runs/smollm2
+
+The runs start from runs/sft_smollm2/model, see experiments/st_ppo_smollm2.py. Each method is tried
+at two rates with one seed, and then runs at its better rate with three other seeds. A result is
+appended to research/results as soon as its run has ended. The same command continues after a stop,
+and a run that has a result is not repeated.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+
+from absl import logging
+
+from experiments import st_ppo_smollm2
+from research.study import grid
+from research.study import results
+from research.study import runner
+from stppo_jax import config as schema
+
+FILE = 'research/study_smollm2.py'
+RESULTS = 'research/results'
+SEARCH, RUNS = 'smollm2_search', 'smollm2'  # grids
+METHODS = {name: {'algorithm.variant': name} for name in ('st_ppo', 'ppo')}
+RATES = (3e-4, 1e-3)
+SEARCH_SEEDS = (100,)
+SEEDS = (0, 1, 2)
+
+
+def get_config(mode: str = '') -> schema.Config:
+  """Returns the settings that all runs share."""
+  config = st_ppo_smollm2.get_config(mode or 'cpu')
+  config.name = 'smollm2'
+  config.log.tensorboard = False
+  return config
+
+
+def get_study(mode: str = '') -> grid.Study:
+  """Returns the search, and the methods whose search is complete at their better rate."""
+  del mode
+  rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
+  grids = {SEARCH: grid.Grid(METHODS, rates, seeds=SEARCH_SEEDS, drawn=())}
+  best = results.best_rates(grid.plan(grid.Study(grids), get_config()), RESULTS)
+  if best:
+    at_best = {name: METHODS[name] | {'actor.lr': rate} for name, rate in best.items()}
+    baseline = 'ppo' if 'ppo' in best else next(iter(best))
+    grids[RUNS] = grid.Grid(at_best, {'best_rate': {}}, seeds=SEEDS, baseline=baseline, drawn=())
+  return grid.Study(grids, results=RESULTS)
+
+
+def main() -> int:
+  """Reads the command line and runs what has no result."""
+  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+  parser.add_argument('--workdir', required=True, help='folder of the runs')
+  args = parser.parse_args()
+  logging.set_verbosity(logging.INFO)
+  stop = threading.Event()
+  signal.signal(signal.SIGTERM, lambda *_: stop.set())
+  command = [sys.executable, str(runner.ROOT / 'run.py'), f'--config={FILE}']
+  failed = 0
+  for name in (SEARCH, RUNS):
+    study = get_study()
+    jobs = grid.plan(study, get_config(), [f'{name}/*'])
+    part = runner.Runner(args.workdir, study, jobs, command, runner.make_slots(1))
+    part.run(stop.is_set)
+    print(part.table(), flush=True)
+    failed += part.counts()['failed']
+  return 1 if failed else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
