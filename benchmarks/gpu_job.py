@@ -31,7 +31,16 @@ QUICK_FACTOR = 20
 GRACE_S = 10.0  # between SIGTERM and SIGKILL. A run saves a checkpoint in it.
 GGUF = 'SmolLM2-135M-Instruct.Q4_1.gguf'
 EXPERIMENT = 'experiments/st_ppo_smollm2.py'
-TESTS = ('tests/attention_test.py', 'tests/update_test.py', 'tests/sampler_test.py')
+TESTS = ['tests/attention_test.py', 'tests/update_test.py', 'tests/sampler_test.py']
+# Tests of several devices, and those that run a kernel in float32, which only CPUs can. The part
+# `kernel` is in the place of the latter.
+NOT_ON_A_GPU = 'not BackendsTest and not ShardingTest and not eight_devices and not cudnn'
+# The tests choose CPUs by default. Their processes share the GPU.
+ON_A_GPU = [
+    'JAX_PLATFORMS=cuda,cpu',
+    'JAX_DEFAULT_MATMUL_PRECISION=highest',
+    'XLA_PYTHON_CLIENT_PREALLOCATE=false',
+]
 
 
 class Part(NamedTuple):
@@ -60,9 +69,12 @@ def plan(store: pathlib.Path, variant: str, quick: bool) -> list[Part]:
   The second command, for `ppo`, has the parts of the language model alone.
   """
   python = [sys.executable, '-m']
-  figure = [*python, 'benchmarks.gpu', *(('--quick', '--repeats=1') if quick else ())]
-  chosen = ['tests/attention_test.py', '-k', 'choose or Rotary'] if quick else [*TESTS, '-n', '8']
-  tests = [*python, 'pytest', '-v', '-p', 'no:cacheprovider', *chosen]
+  speed = ['--quick', '--repeats=1'] if quick else ['--repeats=3']
+  figure = [*python, 'benchmarks.gpu', *speed]
+  pytest = [*python, 'pytest', '-v', '-p', 'no:cacheprovider']
+  tests = ['env', *ON_A_GPU, *pytest, '-n', '8', '-k', NOT_ON_A_GPU, *TESTS]
+  if quick:
+    tests = [*pytest, '-k', 'MaskTest', TESTS[0]]
   parts = []
   if variant != 'ppo':
     parts = [

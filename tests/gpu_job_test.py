@@ -134,6 +134,14 @@ class JobTest(absltest.TestCase):
         self.assertIn(part.group, gpu_job.GROUPS)
         self.assertLessEqual(part.limit_s, gpu_job.GROUPS[part.group])
 
+  def test_tests_run_on_the_gpu(self):
+    """The folder of the tests sets CPUs by default, and eight of them."""
+    tests = next(part for part in gpu_job.plan(self.store, 'st_ppo', False) if part.name == 'tests')
+    self.assertIn('JAX_PLATFORMS=cuda,cpu', tests.command)
+    for name in gpu_job.TESTS:
+      self.assertIn(name, tests.command)
+      self.assertTrue((ROOT / name).is_file())
+
   def test_second_command_has_the_model_alone(self):
     names = [part.name for part in gpu_job.plan(self.store, 'ppo', quick=False)]
     self.assertEqual(names, ['model', 'numerics', 'demonstrations', 'sft', 'ppo'])
