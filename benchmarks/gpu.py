@@ -518,7 +518,7 @@ def _ends(turns):
 def compare_dtypes(folder):
   """Compares bfloat16 with float32 on a real model: log-probs of real text, greedy answers."""
   tokenizer = chat.load_tokenizer(folder)
-  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(PASSAGES)]
+  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(str(PASSAGES))]
   rows = np.array(
       [ids for ids in texts if len(ids) == 128][: 4 if side_by_side.QUICK.value else 64]
   )
