@@ -1,8 +1,9 @@
 """Runs the parts of benchmarks/gpu.sh, each under its own time limit; results after each part.
 
 The parts and their order are in `plan`. A part that exceeds its limit is ended and recorded as cut,
-and the next part begins. Parts that are done or cut are not run again by the next call with the
-same store, and parts that failed are. The module needs the standard library alone, because the
+and the next part begins. The next call with the same store runs the parts that failed or were left
+out, and continues the runs that were cut. Other parts that were cut are not run again. The module
+needs the standard library alone, because the
 packages arrive with the parcels.
 """
 
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     limit_s: seconds until the part is ended.
     command: it prints figures as lines of JSON.
     needs: files without which the part is left out.
-    runs: workdirs whose metrics are results.
+    runs: workdirs of runs. Their metrics are results, and the same command resumes them.
   """
 
   name: str
@@ -124,7 +125,7 @@ def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[
       Part('model', 'model', 20, commands['model'], (gguf,)),
       Part('numerics', 'model', 20, commands['numerics'], (weights,)),
       Part('demonstrations', 'model', 30, commands['demonstrations'], (weights,)),
-      Part('sft', 'model', 60, commands['sft'], (weights, episodes), (sft,)),
+      Part('sft', 'model', 90, commands['sft'], (weights, episodes), (sft,)),
       Part(
           variant, 'model', 180, commands[variant], (sft / 'model/model.safetensors',), (workdir,)
       ),
@@ -152,10 +153,11 @@ class Job:
     out.mkdir(parents=True, exist_ok=True)
 
   def run(self, parts: Iterable[Part]) -> None:
-    """Runs the parts that are neither done nor cut, and writes the results after each."""
+    """Runs what a former call has left, and writes the results after each part."""
     results = {record['part']: record['result'] for record in self.records()}
     for part in parts:
-      if results.get(part.name) in ('done', 'cut'):
+      result = results.get(part.name)
+      if result == 'done' or (result == 'cut' and not part.runs):
         continue
       self._record(part, **self._run_part(part))
       self._write_results()

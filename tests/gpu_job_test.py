@@ -85,12 +85,14 @@ class JobTest(absltest.TestCase):
       self.assertContainsSubset(['logs/first.log', 'logs/second.log'], archive.getnames())
 
   def test_second_call_runs_what_is_left(self):
-    """What was left out or failed runs again, what was done or cut does not."""
+    """What failed, was left out or can be resumed runs again. Other parts do not."""
     count = 'import sys; open(sys.argv[1], "a").write("x")'
     arrives = self.store / 'model'
     parts = [
         self.part('done', 'pass'),
         self.part('cut', 'import time; time.sleep(60)', limit_s=1),
+        self.part('run', 'import time; time.sleep(60)', limit_s=1, runs=(self.store / 'workdir',)),
+        self.part('fails', 'raise SystemExit(3)'),
         self.part('needs', 'pass', needs=(arrives,)),
     ]
     counted = [
@@ -99,11 +101,12 @@ class JobTest(absltest.TestCase):
     ]
     self.enterContext(mock.patch.object(gpu_job, 'ROOT', self.store))
     first = self.run_parts(*counted)
-    self.assertEqual(first, {'done': 'done', 'cut': 'cut', 'needs': 'left out'})
+    expected = {'done': 'done', 'cut': 'cut', 'run': 'cut', 'fails': 'failed', 'needs': 'left out'}
+    self.assertEqual(first, expected)
     arrives.touch()
     self.assertEqual(self.run_parts(*counted), first | {'needs': 'done'})
     runs = {part.name: (self.store / part.name).read_text() for part in parts}
-    self.assertEqual(runs, {'done': 'x', 'cut': 'x', 'needs': 'x'})
+    self.assertEqual(runs, {'done': 'x', 'cut': 'x', 'run': 'xx', 'fails': 'xx', 'needs': 'x'})
 
   def test_parts_of_a_group_share_its_seconds(self):
     with mock.patch.object(gpu_job, 'GROUPS', {'runs': 2.0, 'model': 20.0}):
