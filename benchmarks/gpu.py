@@ -518,10 +518,10 @@ def _ends(turns):
 def compare_dtypes(folder):
   """Compares bfloat16 with float32 on a real model: log-probs of real text, greedy answers."""
   tokenizer = chat.load_tokenizer(folder)
-  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(str(PASSAGES))]
-  rows = np.array(
-      [ids for ids in texts if len(ids) == 128][: 4 if side_by_side.QUICK.value else 64]
-  )
+  passages = task_files.load_corpus(str(PASSAGES))
+  ids = tokenizer.encode(' '.join(passage.text for passage in passages[:400]))
+  num_rows = min(len(ids) // 128, 4 if side_by_side.QUICK.value else 64)
+  rows = np.array(ids[: 128 * num_rows]).reshape(num_rows, 128)
   table = chat.stop_automaton(tokenizer.token_bytes, search.SearchEnv.stop_strings)
   prompt = chat.encode_prompt(tokenizer, 'What is the capital of France?')
   found = {}
