@@ -15,6 +15,9 @@ import pytest
 
 from benchmarks import gpu_job
 from benchmarks import parcels
+from stppo_jax import validation
+from stppo_jax.cli import config_file
+from stppo_jax.cli import flags as flags_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
 IGNORES = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'
@@ -144,6 +147,21 @@ class JobTest(absltest.TestCase):
     for name in gpu_job.TESTS:
       self.assertIn(name, tests.command)
       self.assertTrue((ROOT / name).is_file())
+
+  def test_runs_have_valid_settings(self):
+    """Both runs start from their model, in bfloat16, with scores while they train."""
+    parts = [*gpu_job.plan(self.store, 'st_ppo', False), *gpu_job.plan(self.store, 'ppo', False)]
+    runs = {part.name: part.command[2:] for part in parts if part.command[1] == 'run.py'}
+    self.assertCountEqual(runs, ['sft', 'st_ppo', 'ppo'])
+    for name, words in runs.items():
+      arguments = flags_lib.parse(words)
+      config = validation.validate(config_file.load(arguments, reads_run=False))
+      self.assertEqual(config.model.dtype, 'bfloat16')
+      self.assertEqual(arguments.flags.workdir, str(self.store / name))
+      if name != 'sft':
+        self.assertEqual(config.algorithm.variant, name)
+        self.assertEqual(config.model.folder, str(self.store / 'sft/model'))
+        self.assertLess(config.eval.every, config.train.updates)
 
   def test_second_command_has_the_model_alone(self):
     names = [part.name for part in gpu_job.plan(self.store, 'ppo', quick=False)]
