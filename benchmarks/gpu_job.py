@@ -93,42 +93,37 @@ def plan(store: pathlib.Path, variant: str, quick: bool) -> list[Part]:
 
 def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[str]) -> list[Part]:
   """Returns the parts of SmolLM2. The quick form has the embedded model in its place."""
-  python = [sys.executable, '-m']
-  run = [sys.executable, 'run.py']
   gguf = store / 'cargo' / GGUF
-  model = ROOT / 'stppo_jax/assets/tiny' if quick else store / 'model'
+  model = store / 'model'
+  settings = [f'--config={EXPERIMENT}:cpu', '--config.model.dtype=bfloat16']
+  settings += ['--config.eval.every=10', '--config.log.tensorboard=False']
+  if quick:
+    model = ROOT / 'stppo_jax/assets/tiny'
+    settings = [f'--config={EXPERIMENT}:smoke', '--config.sft.batch=512']
+  start = [*settings, f'--config.model.folder={model}']
   demonstrations = store / 'demonstrations'
   sft = store / 'sft'
   workdir = store / variant
-  if quick:
-    settings = [f'--config={EXPERIMENT}:smoke']
-  else:
-    settings = [f'--config={EXPERIMENT}:cpu', '--config.model.dtype=bfloat16']
-    settings.append('--config.eval.every=10')
-  settings.append('--config.log.tensorboard=False')
-  start = [*settings, f'--config.model.folder={model}']
+
+  python = [sys.executable, '-m']
+  make_folder = [*python, 'scripts.smollm2_folder', f'--gguf={gguf}', f'--out={model}']
+  compare_dtypes = [*figure, '--part=numerics', f'--model={model}']
+  demonstrate = [*python, 'scripts.search_trajectories', *start, f'--workdir={demonstrations}']
+
   episodes = demonstrations / 'episodes'
-  weights = model / 'model.safetensors'
-  commands = {
-      'model': [*python, 'scripts.smollm2_folder', f'--gguf={gguf}', f'--out={model}'],
-      'numerics': [*figure, '--part=numerics', f'--model={model}'],
-      'demonstrations': [
-          *[*python, 'scripts.search_trajectories', *start, f'--workdir={demonstrations}']
-      ],
-      'sft': [*run, 'sft', *start, f'--config.data.source={episodes}', f'--workdir={sft}'],
-      variant: [
-          *[*run, *settings, f'--config.model.folder={sft / "model"}'],
-          *[f'--config.algorithm.variant={variant}', f'--workdir={workdir}'],
-      ],
-  }
+  run = [sys.executable, 'run.py']
+  warm_start = [*run, 'sft', *start, f'--config.data.source={episodes}', f'--workdir={sft}']
+  train = [*run, *settings, f'--config.model.folder={sft / "model"}', f'--workdir={workdir}']
+  train.append(f'--config.algorithm.variant={variant}')
+
+  folder = model / 'tokenizer_config.json'  # the last file that is written
+  policy = sft / 'model/model.safetensors'
   parts = [
-      Part('model', 'model', 20, commands['model'], (gguf,)),
-      Part('numerics', 'model', 20, commands['numerics'], (weights,)),
-      Part('demonstrations', 'model', 30, commands['demonstrations'], (weights,)),
-      Part('sft', 'model', 90, commands['sft'], (weights, episodes), (sft,)),
-      Part(
-          variant, 'model', 180, commands[variant], (sft / 'model/model.safetensors',), (workdir,)
-      ),
+      Part('model', 'model', 20, make_folder, needs=(gguf,)),
+      Part('numerics', 'model', 20, compare_dtypes, needs=(folder,)),
+      Part('demonstrations', 'model', 30, demonstrate, needs=(folder,)),
+      Part('sft', 'model', 90, warm_start, needs=(folder, episodes), runs=(sft,)),
+      Part(variant, 'model', 180, train, needs=(policy,), runs=(workdir,)),
   ]
   return parts[1:] if quick else parts
 
