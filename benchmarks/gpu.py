@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import pathlib
 import sys
 import tempfile
@@ -436,20 +437,25 @@ def kernels(width: int) -> dict[str, tuple[Callable, bool]]:
 
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    return pallas_attention.mha(
-        q, k, v, segments, sm_scale=width**-0.5, causal=True, interpret=not on_gpu
-    )
+    block = math.gcd(128, q.shape[1])  # the length is a multiple of it
+    options = {'sm_scale': width**-0.5, 'causal': True, 'interpret': not on_gpu}
+    blocks = pallas_attention.BlockSizes(*[block] * 6)
+    return pallas_attention.mha(q, k, v, segments, block_sizes=blocks, **options)
 
-  def tokamax(q, k, v, segments):
+  def tokamax(q, k, v, segments, kernel):
     same = segments[:, None, :, None] == segments[:, None, None]
-    return import_tokamax().dot_product_attention(q, k, v, mask=same, is_causal=True)
+    implementation = kernel if on_gpu else 'xla'  # without a name it falls back silently
+    return import_tokamax().dot_product_attention(
+        q, k, v, mask=same, is_causal=True, implementation=implementation
+    )
 
   return {
       'plain': (plain, True),
       'cudnn': (row_per_bin, False),
       'jax.nn with a mask': (mask, True),
       'pallas': (pallas, True),
-      'tokamax': (tokamax, True),
+      'tokamax mosaic': (functools.partial(tokamax, kernel='mosaic'), True),
+      'tokamax triton': (functools.partial(tokamax, kernel='triton'), True),
   }
 
 
