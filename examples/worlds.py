@@ -32,6 +32,7 @@ FOLDERS = (
     'empathy',
     'guess_number',
     'labels',
+    'maze',
     'memory',
     'messages',
     'plans',
