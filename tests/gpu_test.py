@@ -1,6 +1,7 @@
 """The figures of benchmarks/gpu.py, as far as a CPU can compute them."""
 
 import contextlib
+import functools
 import io
 import json
 from unittest import mock
@@ -9,10 +10,12 @@ from absl import flags
 from absl.testing import absltest
 from absl.testing import flagsaver
 from absl.testing import parameterized
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 import numpy as np
 
 from benchmarks import gpu
 from stppo_jax.models import attention
+from stppo_jax.models import attention_kernels
 from stppo_jax.models import presets
 
 HEADS = (2, 1, 16)
@@ -58,6 +61,18 @@ class KernelTest(parameterized.TestCase):
     with mock.patch.object(gpu, 'relative_gap', lambda x, y: next(gaps)):
       _, raised = printed(gpu.check_kernel)
     self.assertRegex(str(raised), '0.03')
+
+  @parameterized.parameters((9, 3, 64), (12, 2, 128))
+  def test_cudnn_lowers_for_cuda(self, *heads):
+    """JAX asks the GPU for two numbers, which an H100 would answer like this."""
+    self.enterContext(mock.patch.object(fused_attention, 'check_cudnn_version', lambda: 91500))
+    self.enterContext(mock.patch.object(fused_attention, 'check_compute_capability', bool))
+    attend = functools.partial(attention_kernels._cudnn, segments=None, platform='gpu')
+    inputs = gpu.attention_inputs(heads, 2, 1536, 'bfloat16')
+    traced = gpu.attend_with(attend).trace(*inputs)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    for name in ('Softmax', 'SoftmaxBackward'):
+      self.assertIn(f'__cudnn$fmha{name}(', text)
 
   @parameterized.parameters('plain', 'cudnn', 'jax.nn with a mask', 'pallas')
   @flagsaver.flagsaver(quick=True, repeats=1)
