@@ -99,7 +99,8 @@ def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[
   settings += ['--config.eval.every=10', '--config.log.tensorboard=False']
   if quick:
     model = ROOT / 'stppo_jax/assets/tiny'
-    settings = [f'--config={EXPERIMENT}:smoke', '--config.sft.batch=512']
+    settings = [f'--config={EXPERIMENT}:smoke', '--config.sft.epochs=1']
+    settings.append("--config.data.datasets=('elements',)")
   start = [*settings, f'--config.model.folder={model}']
   demonstrations = store / 'demonstrations'
   sft = store / 'sft'
@@ -206,10 +207,11 @@ class Job:
 def run_limited(command: list[str], limit_s: float, log: Any) -> int | None:
   """Runs a command in a process group of its own; returns its exit code, None if it was cut.
 
-  After `limit_s` the group gets SIGTERM, and SIGKILL after GRACE_S more.
+  After `limit_s` the group gets SIGTERM, and SIGKILL after GRACE_S more. If this process is ended,
+  the group gets SIGKILL.
   """
   process = subprocess.Popen(
-      command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+      command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
   )
   try:
     return process.wait(limit_s)
@@ -285,6 +287,7 @@ def main() -> None:
   variant = os.environ.get('VARIANT', 'st_ppo')
   if variant not in ('st_ppo', 'ppo'):
     parser.error(f'VARIANT={variant}: give st_ppo or ppo')
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part, too
   quick = bool(os.environ.get('QUICK'))
   job = Job(store, args.out.absolute(), QUICK_FACTOR if quick else 1)
   try:

@@ -77,6 +77,25 @@ class JobTest(absltest.TestCase):
     self.assertEqual(self.run_parts(self.part('run', program, limit_s=2)), {'run': 'cut'})
     self.assertTrue((self.store / 'saved').exists())
 
+  def test_sigterm_to_the_job_ends_its_part(self):
+    child = self.store / 'child'
+    program = f'import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid()))'
+    part = self.part('long', f'{program}; time.sleep(60)')
+    job = (
+        'import sys\n'
+        'from benchmarks import gpu_job\n'
+        f'gpu_job.plan = lambda *_: [gpu_job.Part(*{tuple(part[:4])!r})]\n'
+        'gpu_job.main()\n'
+    )
+    environment = os.environ | {'STORE': str(self.store)}
+    command = [sys.executable, '-c', job, str(self.out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    while not child.exists() or not child.read_text():
+      time.sleep(0.1)
+    process.terminate()
+    self.assertEqual(process.wait(20), 143)
+    self.assertFalse(is_running(int(child.read_text())))
+
   def test_results_are_there_after_each_part(self):
     program = (
         'import pathlib, sys\n'
