@@ -192,7 +192,7 @@ class Job:
       figures += summarize(workdir)
     with (self._store / 'figures.jsonl').open('a', encoding='utf-8') as file:
       for figure in figures:
-        file.write(json.dumps({'part': part.name} | figure) + '\n')
+        file.write(json.dumps(dict(figure) | {'part': part.name}) + '\n')
 
   def _write_results(self) -> None:
     for name in ('progress.jsonl', 'figures.jsonl'):
@@ -271,8 +271,10 @@ def install(store: pathlib.Path, log: Any) -> None:
   wheels = sorted(str(path) for path in (store / 'cargo').glob('*.whl'))
   if wheels and not site.exists():
     pip = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-index', '--no-deps']
-    command = [*pip, '--no-compile', f'--target={site}', *wheels]
+    partial = store / 'site.partial'
+    command = [*pip, '--no-compile', f'--target={partial}', *wheels]
     subprocess.run(command, check=True, stdout=log, stderr=log)
+    partial.rename(site)
   paths = [str(site), *filter(None, [os.environ.get('PYTHONPATH')])]
   os.environ['PYTHONPATH'] = os.pathsep.join(paths)
 

@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 import time
 from unittest import mock
+import zipfile
 
 from absl.testing import absltest
 import pytest
@@ -151,6 +152,21 @@ class JobTest(absltest.TestCase):
     self.assertEqual({name: figure[name] for name in expected}, expected)
     self.assertTrue((self.out / 'st_ppo_metrics.jsonl').exists())
 
+  def test_wheels_install_once_and_whole(self):
+    cargo = self.store / 'cargo'
+    cargo.mkdir(parents=True)
+    (cargo / 'broken-1.0-py3-none-any.whl').write_bytes(b'no archive')
+    self.enterContext(mock.patch.dict(os.environ))
+    with (self.store / 'log').open('wb') as log:
+      with self.assertRaises(subprocess.CalledProcessError):
+        gpu_job.install(self.store, log)
+      self.assertFalse((self.store / 'site').exists())
+      (cargo / 'broken-1.0-py3-none-any.whl').unlink()
+      write_wheel(cargo / 'parcel_probe-1.0-py3-none-any.whl')
+      gpu_job.install(self.store, log)
+    self.assertEqual(os.environ['PYTHONPATH'].split(os.pathsep)[0], str(self.store / 'site'))
+    self.assertTrue((self.store / 'site/parcel_probe.py').exists())
+
   def test_limits_fit_into_eight_minutes(self):
     self.assertLessEqual(sum(gpu_job.GROUPS.values()), gpu_job.TOTAL_S - 20)  # to install
     self.assertEqual(gpu_job.TOTAL_S, 8 * 60)
@@ -225,6 +241,17 @@ class JobTest(absltest.TestCase):
         set(names) - {'tests', 'demonstrations'}, {x['part'] for x in figures}
     )
     self.assertLessEqual(len(list(self.out.iterdir())), 8)
+
+
+def write_wheel(path):
+  """Writes a wheel with one empty module."""
+  name, version = path.name.split('-')[:2]
+  info = f'{name}-{version}.dist-info'
+  with zipfile.ZipFile(path, 'w') as file:
+    file.writestr(f'{name}.py', '')
+    file.writestr(f'{info}/METADATA', f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+    file.writestr(f'{info}/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+    file.writestr(f'{info}/RECORD', '')
 
 
 def is_running(pid):
