@@ -81,11 +81,16 @@ def pack(cargo: pathlib.Path, out: pathlib.Path, room: int) -> int:
   """Writes the files of `cargo` to the folders 0, 1, .. of `out`; returns their number.
 
   Raises:
-    ValueError: there is no room, or `cargo` has no file.
+    ValueError: there is no room, `out` exists, or `cargo` has no file or something else.
   """
-  paths = sorted((path for path in cargo.iterdir() if path.is_file()), key=_size)
+  paths = sorted(cargo.iterdir(), key=_size)
   if not paths:
     raise ValueError(f'{cargo} has no file: put the wheels and the model there')
+  for path in paths:
+    if not path.is_file() or not _size(path):
+      raise ValueError(f'{path} is a folder or empty: only files with content travel')
+  if out.exists():
+    raise ValueError(f'{out} is there already: delete it, or give another --out')
   if room < MIB:
     raise ValueError('the working tree leaves less than 1 MiB: raise --limit_mib or ignore files')
   parcels: list[list[Piece]] = [[]]
@@ -102,7 +107,6 @@ def pack(cargo: pathlib.Path, out: pathlib.Path, room: int) -> int:
       parcels[-1].append(Piece(path.name, start, length, size, digest))
       start += length
       left -= length
-  shutil.rmtree(out, ignore_errors=True)
   for number, pieces in enumerate(parcels):
     folder = out / str(number)
     folder.mkdir(parents=True)

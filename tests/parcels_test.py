@@ -45,6 +45,7 @@ class ParcelsTest(parameterized.TestCase):
     for order in ((0, 1), (1, 0)):
       with self.subTest(order=order):
         self.store = self.store.with_name(f'store{order[0]}')
+        self.out = self.out.with_name(f'parcels{order[0]}')
         self.assertEqual(parcels.pack(self.cargo, self.out, 2 * MIB), 2)
         for number, expected in zip(order, (['model.gguf'], []), strict=True):
           self.assertEqual(parcels.receive(self.out / str(number), self.store), expected)
@@ -73,11 +74,12 @@ class ParcelsTest(parameterized.TestCase):
   def test_changed_piece_is_refused(self):
     parcels.pack(self.cargo, self.out, 2 * MIB)
     (piece,) = (self.out / '1').glob('model.gguf.*')
-    piece.write_bytes(b'x' * piece.stat().st_size)
+    content = piece.read_bytes()
+    piece.write_bytes(b'x' * len(content))
     parcels.receive(self.out / '0', self.store)
     with self.assertRaisesRegex(ValueError, 'model.gguf differs .* send it again'):
       parcels.receive(self.out / '1', self.store)
-    parcels.pack(self.cargo, self.out, 2 * MIB)
+    piece.write_bytes(content)
     for number in (0, 1):
       parcels.receive(self.out / str(number), self.store)
     self.assertEqual(self.received(), self.contents)
@@ -92,6 +94,22 @@ class ParcelsTest(parameterized.TestCase):
     empty.mkdir()
     with self.assertRaisesRegex(ValueError, message):
       parcels.pack(empty if case == 'pack' else self.cargo, self.out, 10 * MIB * (case == 'pack'))
+
+  @parameterized.parameters('', 'folder')
+  def test_what_would_be_lost_is_refused(self, kind):
+    path = self.cargo / 'more'
+    if kind == 'folder':
+      path.mkdir()
+    else:
+      path.touch()
+    with self.assertRaisesRegex(ValueError, 'more is a folder or empty'):
+      parcels.pack(self.cargo, self.out, 2 * MIB)
+
+  def test_folder_that_exists_is_not_replaced(self):
+    self.out.mkdir()
+    with self.assertRaisesRegex(ValueError, 'is there already: delete it'):
+      parcels.pack(self.cargo, self.out, 2 * MIB)
+    self.assertTrue(self.out.exists())
 
   def test_room_is_the_limit_less_the_tree(self):
     readme = (ROOT / 'README.md').stat().st_size
