@@ -19,8 +19,8 @@ them.
 The first two batches are sampled by the first policy, so they must be equal. Losses and norms may
 differ by 1%, because each of the 32 optimizer steps sums in another order.
 `kernel` compares with plain attention in float32 and allows 2% of the norm, as bfloat16 has 8 bits.
-`padding` has the lengths of 256 demonstrations of the search task in gpu_lengths.json, which are those
-of scripts/search_trajectories.py in SmolLM2's tokens. `cpu` and `full` are the forms of
+`padding` has the lengths of 256 demonstrations of the search task in gpu_lengths.json. They are
+those of scripts/search_trajectories.py in SmolLM2's tokens. `cpu` and `full` are the forms of
 experiments/st_ppo_smollm2.py, with the embedded questions and with general_qa.jsonl.
 """
 
