@@ -32,7 +32,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import servers
-from stppo_jax import tasks as tasks_lib
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.models import convert
 from stppo_jax.rollout import prepare
 

@@ -26,8 +26,8 @@ import jax
 
 from benchmarks import servers
 from experiments import st_ppo_tiny
-from stppo_jax import agents as agents_lib
-from stppo_jax import components
+from stppo_jax.assembly import agents as agents_lib
+from stppo_jax.assembly import components
 from stppo_jax.models import convert
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import engines as engines_lib

@@ -27,11 +27,11 @@ import numpy as np
 from benchmarks import figures
 from benchmarks import servers
 from experiments import st_ppo_tiny
-from stppo_jax import components
-from stppo_jax import tokenizer as chat
+from stppo_jax.assembly import components
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 
 _PYTHON = flags.DEFINE_string('python', '', 'of an environment with requirements-gateway.txt')
 _CONNECTIONS = flags.DEFINE_list('connections', ['1', '16', '64'], 'clients at once')

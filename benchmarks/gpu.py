@@ -46,9 +46,8 @@ from benchmarks import ours
 from benchmarks import side_by_side
 from benchmarks import sizes
 from experiments import st_ppo_tiny
-from stppo_jax import tasks as task_files
-from stppo_jax import tokenizer as chat
 from stppo_jax.algorithms import variants
+from stppo_jax.data import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import attention
 from stppo_jax.models import convert
@@ -58,6 +57,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state

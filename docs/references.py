@@ -18,11 +18,11 @@ from typing import Any
 
 import stppo_jax
 from stppo_jax import config as config_lib
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.cli.flags import Flags
 from stppo_jax.cli.modes import MODES
 from stppo_jax.monitoring import metric_names
+from stppo_jax.settings import validation
 from stppo_jax.types import Rules
 
 DOCS = pathlib.Path(__file__).parent

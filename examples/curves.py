@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from scripts import warm_start
-from stppo_jax import components
+from stppo_jax.assembly import components
 from stppo_jax.monitoring import metrics as metrics_lib
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#E69F00')  # Okabe and Ito's palette

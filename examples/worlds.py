@@ -18,8 +18,8 @@ import sys
 
 from examples import curves
 from scripts import warm_start
-from stppo_jax import components
-from stppo_jax import validation
+from stppo_jax.assembly import components
+from stppo_jax.settings import validation
 
 FOLDERS = (
     'airwaves',

@@ -29,8 +29,8 @@ from research.study import grid
 from research.study import results
 from research.study import runner
 from stppo_jax import config as schema
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.settings import validation
 
 FILE = 'research/study_rows.py'
 RESULTS = 'research/results'

@@ -14,7 +14,7 @@ from experiments import st_ppo_tiny
 from research import study_drawings
 from research import study_toy
 from research.study import grid
-from stppo_jax import validation
+from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 RESULTS = study_toy.RESULTS

@@ -27,17 +27,17 @@ import zlib
 import jax
 import numpy as np
 
-from stppo_jax import components
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.cli import config_file
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.envs import rewards
 from stppo_jax.monitoring import episodes as records
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 

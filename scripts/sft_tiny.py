@@ -24,8 +24,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from stppo_jax import tasks as task_files
-from stppo_jax import tokenizer as chat
+from stppo_jax.data import tasks as task_files
 from stppo_jax.distributed import huge_pages
 from stppo_jax.envs import search
 from stppo_jax.models import convert
@@ -33,6 +32,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 from stppo_jax.types import Task
 

@@ -25,14 +25,14 @@ import jax
 import numpy as np
 import tokenizers
 
-from stppo_jax import components
 from stppo_jax import plugins
-from stppo_jax import tokenizer as chat
+from stppo_jax.assembly import components
 from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.rollout import demonstrations
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 from stppo_jax.types import Task
 from stppo_jax.types import UserError

@@ -1,7 +1,7 @@
 """The schema of a run: every setting with its default, meaning, unit, allowed values and bounds.
 
 An experiment file builds one `Config` and sets only what differs from the defaults, which are those
-of Search-R1 v0.2, the likely base of the paper's runs. validation.py has the rules that span
+of Search-R1 v0.2, the likely base of the paper's runs. settings/ has the rules that span
 settings.
 """
 
@@ -541,7 +541,7 @@ class ServeSettings(Section):
   max_body_mb: int = setting(
       4, 'megabytes of a request; larger requests get status 413', at_least=1)
   tool_form: str = setting(
-      'auto', "format of tool calls, see envs/tool_calls.py; 'auto': that of the chat template",
+      'auto', "format of tool calls, see text/tool_calls.py; 'auto': that of the chat template",
       allowed=('auto', 'hermes', 'llama3', 'qwen_xml', 'tags'))
   forced_choice: str = setting(
       'refuse', "agent programs: a request that forces a tool call or a JSON text is an error "

@@ -11,13 +11,13 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.envs import factory
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.envs.adapters import reasoning_gym as rg_lib
+from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax import tasks as task_files
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.data import tasks as task_files
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import pipeline
+from stppo_jax.settings import validation
 from stppo_jax.systems import dars
 
 ET = dars.Allocation('dars_et', 8, 32)

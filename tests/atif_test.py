@@ -14,19 +14,19 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
-from stppo_jax.envs import tool_calls
+from stppo_jax.atif import reader as atif_reader
+from stppo_jax.atif import writer as atif_writer
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
-from stppo_jax.serving import template as template_lib
+from stppo_jax.rollout import saved
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from stppo_jax.training import loop
 from stppo_jax.training import supervised
-from stppo_jax.trajectories import atif_reader
-from stppo_jax.trajectories import atif_writer
-from stppo_jax.trajectories import saved
 from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test
 from tests.support import tiny_run

@@ -91,8 +91,8 @@ class CheckDataTest(absltest.TestCase):
     self.assertIn('conversations in chosen', text)
 
   def test_log_of_a_run_has_layout_and_numbers(self):
-    from stppo_jax import row_files
-    from stppo_jax import tasks
+    from stppo_jax.data import row_files
+    from stppo_jax.data import tasks
 
     row_files.log_once.cache_clear()
     path = pathlib.Path(self.folder, 'q.jsonl')

@@ -30,8 +30,6 @@ import pytest
 from stppo_jax import config as schema
 from stppo_jax import plugins as plugins_lib
 from stppo_jax import requirements
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli import doc_pages
@@ -42,7 +40,9 @@ from stppo_jax.cli import help as help_lib
 from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
 from stppo_jax.cli import signals
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.monitoring import metrics
+from stppo_jax.settings import validation
 from stppo_jax.training import loop
 from stppo_jax.types import Episode
 from stppo_jax.types import RunError

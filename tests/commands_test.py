@@ -12,9 +12,9 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.envs import commands
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol

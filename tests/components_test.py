@@ -13,14 +13,14 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import plugins
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.envs import factory
 from stppo_jax.envs import search
 from stppo_jax.evaluation import job
 from stppo_jax.retrieval import dense
+from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import dense_test

@@ -10,21 +10,21 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import validation
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
+from stppo_jax.assembly import components
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
-from stppo_jax.envs import tool_calls
 from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
 from stppo_jax.rollout import servers
-from stppo_jax.training import objective
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
+from stppo_jax.text import tool_calls
 from stppo_jax.types import UserError
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'

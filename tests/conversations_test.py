@@ -1,4 +1,4 @@
-"""Tests of stppo_jax.trajectories.conversations: which tokens of a conversation are imitated."""
+"""Tests of stppo_jax.data.conversations: which tokens of a conversation are imitated."""
 
 import csv
 import json
@@ -12,9 +12,9 @@ import pyarrow
 from pyarrow import parquet
 import transformers
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax.trajectories import conversations
+from stppo_jax.data import conversations
+from stppo_jax.text import tokenizer as tokenizer_lib
 from tests.support import tiny_tokenizer
 
 # A template in the style of Qwen: tools, calls, and the blocks that transformers makes its mask of.

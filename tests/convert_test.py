@@ -27,8 +27,7 @@ import safetensors.numpy
 import transformers
 
 from stppo_jax import config as schema
-from stppo_jax import tasks
-from stppo_jax import tokenizer as chat
+from stppo_jax.data import tasks
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -36,6 +35,7 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import UserError
 from tests.support import reference_models
 

@@ -18,22 +18,22 @@ import numpy as np
 import optax
 import pytest
 
-from stppo_jax import components
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import demonstrations as demonstrations_lib
 from stppo_jax.algorithms import variants
+from stppo_jax.assembly import components
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import pipeline
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.systems import grao
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state

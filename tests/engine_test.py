@@ -13,11 +13,11 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.text import tokenizer as chat
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(

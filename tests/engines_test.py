@@ -25,19 +25,17 @@ import pytest
 import safetensors.numpy
 
 from benchmarks import servers as servers_lib
-from stppo_jax import agents
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
-from stppo_jax.distributed import http_client
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
+from stppo_jax.net import http_client
 from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
@@ -47,10 +45,12 @@ from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent

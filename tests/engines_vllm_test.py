@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import servers
 from experiments import st_ppo_tiny
-from stppo_jax import agents
-from stppo_jax import components
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
 from stppo_jax.models import convert
 from stppo_jax.rollout import engines as engines_lib
 from stppo_jax.rollout import episode as episode_lib

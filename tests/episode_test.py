@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -28,6 +27,7 @@ from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.text import tokenizer as chat
 from tests.support import tiny_tokenizer
 
 T = 96

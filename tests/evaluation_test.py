@@ -17,8 +17,8 @@ from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
-from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
+from stppo_jax.monitoring import scores as scores_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError

@@ -17,14 +17,14 @@ import pytest
 
 from examples.cispo import algorithm as cispo
 from examples.max_rl import algorithm as max_rl
-from stppo_jax import components
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
+from stppo_jax.assembly import components
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from tests.support import client_envs
 from tests.support import env_server
 from tests.support import tiny_run

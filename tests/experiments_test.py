@@ -3,23 +3,21 @@
 (That every experiment loads and validates, in both forms, is in config_test.)
 """
 
-import ast
 import dataclasses
 import importlib
 import os
 import pathlib
-import re
 import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import pytest
 
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 

@@ -18,13 +18,13 @@ import requests
 
 from benchmarks import servers
 from stppo_jax import config as schema
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.rollout import prepare
-from stppo_jax.serving import template as template_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
 from tests.support import tiny_tokenizer
 
 PYTHON = os.environ.get('STPPO_VLLM_PYTHON', '')

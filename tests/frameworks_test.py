@@ -18,15 +18,15 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
+from stppo_jax.atif import reader as atif_reader
 from stppo_jax.envs import commands
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.training import loop
-from stppo_jax.trajectories import atif_reader
 from tests import gateway_test
 from tests.support import client_envs
 from tests.support import scripted_gateway

@@ -15,14 +15,14 @@ import hypothesis
 from hypothesis import strategies as st
 
 from stppo_jax import config as schema
-from stppo_jax import tasks
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.data import tasks
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
+from stppo_jax.settings import validation
+from stppo_jax.text import tokenizer as chat
 from tests.support import tiny_run
 from tests.support import tiny_tokenizer
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import requests
 
-from stppo_jax.distributed import http_server
+from stppo_jax.net import http_server
 from stppo_jax.serving import server as server_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions

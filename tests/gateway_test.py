@@ -29,12 +29,10 @@ import pydantic
 import pytest
 import requests
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.envs import stepping
-from stppo_jax.envs import tool_calls
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.rollout import episode as episode_lib
@@ -49,8 +47,10 @@ from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import stop_strings
-from stppo_jax.serving import template as template_lib
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from tests.support import tiny_tokenizer
 from tests.support.processes import wait_for
 

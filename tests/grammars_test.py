@@ -12,11 +12,11 @@ import jax
 import jsonschema
 import numpy as np
 
-from stppo_jax import tokenizer as chat
-from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import grammars
 from stppo_jax.serving import sessions
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from tests import gateway_test
 
 QUESTION = gateway_test.QUESTION

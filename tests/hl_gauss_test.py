@@ -21,9 +21,9 @@ from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.settings import objective
 from stppo_jax.systems import hl_gauss
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
 from tests import update_test

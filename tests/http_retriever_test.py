@@ -16,8 +16,8 @@ from absl.testing import parameterized
 
 from stppo_jax import config as schema
 from stppo_jax import types
-from stppo_jax.distributed import http_client
 from stppo_jax.envs import search
+from stppo_jax.net import http_client
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol

@@ -1,4 +1,4 @@
-"""Tests of stppo_jax.layout_fit: a file of questions is read right, or refused."""
+"""Tests of stppo_jax.data.layout_fit: a file of questions is read right, or refused."""
 
 import collections
 import csv
@@ -13,11 +13,11 @@ import pyarrow
 from pyarrow import parquet
 
 from stppo_jax import config as config_lib
-from stppo_jax import layouts
-from stppo_jax import row_files
-from stppo_jax import tasks
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.data import layouts
+from stppo_jax.data import row_files
+from stppo_jax.data import tasks
+from stppo_jax.settings import validation
 
 _NUM_FILES = 2000
 _WORDS = 'Ada Lisp Fortran Paris Lima Oslo iron neon zinc blue 1 2 3 4 12 A B C D O AB'.split()

@@ -15,7 +15,6 @@ from absl.testing import parameterized
 import jax
 
 from stppo_jax import config as schema
-from stppo_jax import validation
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.algorithms.variant import RowObjective
@@ -25,8 +24,9 @@ from stppo_jax.models import presets
 from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.training import learner
-from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import UserError

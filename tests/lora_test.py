@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from stppo_jax import components
+from stppo_jax.assembly import components
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert

@@ -6,9 +6,9 @@ import random
 
 from absl.testing import absltest
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import validation
+from stppo_jax.assembly import components
+from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import env_server

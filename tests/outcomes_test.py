@@ -4,8 +4,8 @@ from absl.testing import absltest
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.evaluation import scores
 from stppo_jax.monitoring import outcomes
+from stppo_jax.monitoring import scores
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
 from stppo_jax.types import Turn

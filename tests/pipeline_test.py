@@ -8,8 +8,8 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import tasks as task_files
 from stppo_jax import types
+from stppo_jax.data import tasks as task_files
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode

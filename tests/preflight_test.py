@@ -18,13 +18,13 @@ from absl.testing import parameterized
 import numpy as np
 
 from experiments import st_ppo_tiny
-from stppo_jax import agents
-from stppo_jax import components
 from stppo_jax import types
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
-from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import scores as evaluation
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare

@@ -1,4 +1,4 @@
-"""Tests of stppo_jax.public_formats and row_files: question sets in their published columns.
+"""Tests of stppo_jax.data.public_formats and row_files: question sets in their published columns.
 
 The columns are those of the authors' files and of the hub. The rows are short.
 """
@@ -15,10 +15,10 @@ from absl.testing import parameterized
 import pyarrow
 from pyarrow import parquet
 
-from stppo_jax import public_formats
-from stppo_jax import row_files
-from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.data import public_formats
+from stppo_jax.data import row_files
+from stppo_jax.data import tasks
 
 _HOTPOT = {
     '_id': '5a7a',

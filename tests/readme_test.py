@@ -16,13 +16,13 @@ from absl.testing import parameterized
 import jax
 import pytest
 
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import modes
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.settings import validation
 from tests.support import metric_meanings
 from tests.support import tiny_run
 

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 import yaml
 
 from stppo_jax import config as schema
-from stppo_jax import validation
+from stppo_jax.settings import validation
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'docs' / 'recipes'
 SCRIPTS = ('one_node.sh', 'two_nodes.sbatch', 'tpu_pod.sh')

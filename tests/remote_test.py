@@ -13,9 +13,8 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import components
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.evaluation import client as client_lib
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import remote
@@ -23,6 +22,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import processes

@@ -11,10 +11,10 @@ import pydantic
 import requests
 
 from stppo_jax import types
-from stppo_jax.envs import tool_calls
 from stppo_jax.serving import answers
 from stppo_jax.serving import responses
 from stppo_jax.serving import sessions
+from stppo_jax.text import tool_calls
 from tests import gateway_test
 
 QUESTION = gateway_test.QUESTION

@@ -19,19 +19,19 @@ import chex
 import jax
 import numpy as np
 
-from stppo_jax import components
+from stppo_jax.assembly import components
 from stppo_jax.evaluation import sample
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
-from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import RunError

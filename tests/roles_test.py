@@ -15,31 +15,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
+from stppo_jax.atif import reader as atif_reader
+from stppo_jax.atif import writer as atif_writer
 from stppo_jax.envs import factory
 from stppo_jax.evaluation import chat as chat_lib
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
-from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.models import convert
 from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
+from stppo_jax.monitoring import scores as evaluation
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import saved
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import minibatches
-from stppo_jax.trajectories import atif_reader
-from stppo_jax.trajectories import atif_writer
-from stppo_jax.trajectories import saved
 from tests import episode_test
 from tests.support import tiny_run
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import requests
 
-from stppo_jax import agents
-from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
 from stppo_jax.envs import search
-from stppo_jax.evaluation import scores
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import outcomes
+from stppo_jax.monitoring import scores
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline

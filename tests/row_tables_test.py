@@ -1,4 +1,4 @@
-"""Tests of stppo_jax.row_tables and cells: quotes, columns and values of tables."""
+"""Tests of stppo_jax.data.row_tables and cells: quotes, columns and values of tables."""
 
 import csv
 import io
@@ -7,8 +7,8 @@ import random
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import cells
-from stppo_jax import row_tables
+from stppo_jax.data import cells
+from stppo_jax.data import row_tables
 
 _PIECES = ('a', 'b c', '"', '""', '\t', '\n', '\r\n', ' ', 'x"y', '1', "'")
 

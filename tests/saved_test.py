@@ -11,16 +11,16 @@ from absl.testing import parameterized
 import chex
 import pytest
 
-from stppo_jax import components
-from stppo_jax import tokenizer as chat
+from stppo_jax.assembly import components
 from stppo_jax.evaluation import sample as sample_lib
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import saved
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import state as train_state
-from stppo_jax.trajectories import saved
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run

@@ -8,8 +8,8 @@ from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies
 
-from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.data import tasks
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search

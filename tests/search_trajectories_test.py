@@ -13,12 +13,12 @@ import numpy as np
 from experiments import st_ppo_smollm2
 from experiments import st_ppo_tiny
 from scripts import search_trajectories
-from stppo_jax import components
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.assembly import components
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.envs import search
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import sft
 from stppo_jax.types import Passage
 from stppo_jax.types import Task

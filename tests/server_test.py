@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import pydantic
 
 from stppo_jax import types
-from stppo_jax.distributed import http_server
+from stppo_jax.net import http_server
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http as client
 from stppo_jax.retrieval import server

@@ -16,8 +16,8 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
-from stppo_jax.serving import template as template_lib
-from stppo_jax.serving import turns as turns_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import turns as turns_lib
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
 from tests.support import tiny_tokenizer

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from stppo_jax import config as schema
-from stppo_jax import row_files
-from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
+from stppo_jax.data import row_files
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching

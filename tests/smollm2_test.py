@@ -16,10 +16,10 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
+from stppo_jax.text import tokenizer as chat
 from tests import convert_test
 
 FOLDER = os.environ.get('STPPO_SMOLLM2', '')

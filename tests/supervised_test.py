@@ -14,11 +14,11 @@ import numpy as np
 import optax
 
 from scripts import sft_tiny
-from stppo_jax import tasks as task_files
-from stppo_jax import tokenizer as chat
+from stppo_jax.data import tasks as task_files
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 from stppo_jax.types import UserError
 

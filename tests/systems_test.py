@@ -21,10 +21,10 @@ from examples.terminals import env as terminals
 from examples.terminals import player as terminals_player
 from examples.terminals import shell as shell_lib
 from scripts import warm_start
-from stppo_jax import components
-from stppo_jax import tokenizer as chat
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.settings import validation
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import loop
 from tests.support import tiny_run
 

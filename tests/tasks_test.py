@@ -1,4 +1,4 @@
-"""Tests of stppo_jax.tasks, and of the knowledge set that comes with the package."""
+"""Tests of stppo_jax.data.tasks, and of the knowledge set that comes with the package."""
 
 import collections
 import importlib.util
@@ -12,8 +12,8 @@ from absl.testing import parameterized
 
 from scripts.knowledge import make
 from scripts.knowledge import sources
-from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.data import tasks
 
 _SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
 

@@ -8,14 +8,14 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import tokenizer as chat
-from stppo_jax.envs import tool_calls
+from stppo_jax.assembly import components
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
-from stppo_jax.serving import template as template_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test

@@ -8,14 +8,10 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import thoughts
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.envs import rewards
-from stppo_jax.envs import tool_calls
 from stppo_jax.evaluation import remote as remote_eval
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import engine
@@ -24,7 +20,11 @@ from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
 from stppo_jax.serving import sessions
-from stppo_jax.serving import template as template_lib
+from stppo_jax.settings import validation
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import thoughts
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from tests import tokenizer_test
 from tests import tools_test
 

@@ -19,14 +19,14 @@ import tokenizers
 import transformers
 
 from stppo_jax import config as schema
-from stppo_jax import tasks
-from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.data import tasks
 from stppo_jax.envs import search
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import sessions
 from stppo_jax.serving import stop_strings
-from stppo_jax.serving import template as template_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as chat
 from tests.support import tiny_tokenizer
 
 TEMPLATE = (

@@ -8,8 +8,8 @@ from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies as st
 
-from stppo_jax.envs import tool_calls
-from stppo_jax.envs.tool_calls import Call
+from stppo_jax.text import tool_calls
+from stppo_jax.text.tool_calls import Call
 from tests.support import tiny_tokenizer
 
 

@@ -15,18 +15,18 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import pytest
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import tokenizer as chat
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.envs import calculator
 from stppo_jax.envs import guard
 from stppo_jax.envs import stepping
-from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
 from stppo_jax.envs import tools
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as chat
+from stppo_jax.text import tool_calls
 from stppo_jax.training import loop
 from stppo_jax.types import Passage
 from stppo_jax.types import Stopped

@@ -4,7 +4,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from stppo_jax.serving import api
-from stppo_jax.serving import turns
+from stppo_jax.text import turns
 
 CALL = {'function': {'name': 'add', 'arguments': {'a': 2, 'b': [1.5, {'c': True}]}}}
 THOUGHT = '<think>\nHm, France.\n</think>\n\n'

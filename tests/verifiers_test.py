@@ -9,8 +9,8 @@ from unittest import mock
 from absl.testing import absltest
 import pytest
 
-from stppo_jax import components
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.envs import commands
 from tests import rollouts_test
 from tests.support import client_envs

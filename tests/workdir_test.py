@@ -15,7 +15,6 @@ import jax
 
 from stppo_jax import config as schema
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import messages
@@ -23,6 +22,7 @@ from stppo_jax.models import presets
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import shared_folder
 from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.settings import validation
 from stppo_jax.training import learner
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError

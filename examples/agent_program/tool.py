@@ -2,7 +2,7 @@
 
 import functools
 
-from stppo_jax import tasks
+from stppo_jax.data import tasks
 from stppo_jax.retrieval import bm25
 
 

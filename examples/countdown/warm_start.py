@@ -16,9 +16,9 @@ import numpy as np
 import tokenizers
 
 from examples.countdown import env
-from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 
 FOLDER = pathlib.Path(__file__).parent / 'model'

@@ -15,9 +15,9 @@ import numpy as np
 import tokenizers
 
 from examples.guess_number import env
-from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 from stppo_jax.types import Task
 

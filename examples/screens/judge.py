@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 FOLDER = pathlib.Path(__file__).parent / 'judge_model'
 LENGTH = 64  # tokens of a question, at most

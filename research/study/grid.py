@@ -32,10 +32,10 @@ import sys
 from typing import Any
 
 from research.toy import settings as toy_settings
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import validation
-from stppo_jax.training import objective
+from stppo_jax.assembly import components
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 USUAL_SCORES = {'system': 'val-core/all/em', 'toy': 'toy/success'}

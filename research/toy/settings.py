@@ -12,9 +12,9 @@ from typing import Any
 
 from research.toy import task
 from stppo_jax import config as schema
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.training import objective
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError

@@ -2,11 +2,11 @@
 
 import os
 
+from stppo_jax.atif import reader as reader_lib
+from stppo_jax.atif import writer as writer_lib
 from stppo_jax.cli.modes import Command
-from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import prepare
-from stppo_jax.trajectories import atif_reader
-from stppo_jax.trajectories import atif_writer
+from stppo_jax.text import tool_calls
 
 
 def export_atif(command: Command) -> None:
@@ -17,7 +17,7 @@ def export_atif(command: Command) -> None:
   folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
   form = tool_calls.form_name(config.serve.tool_form, tokenizer.render)
-  atif_writer.write_folder(source, folder, tokenizer, config.model.folder, form)
+  writer_lib.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
 
@@ -26,7 +26,7 @@ def import_atif(command: Command) -> None:
   config = command.config
   source = command.flags.input
   tokenizer = prepare.load_tokenizer(config)
-  reader = atif_reader.AtifReader(
+  reader = reader_lib.AtifReader(
       tokenizer,
       tool_calls.form_name(config.serve.tool_form, tokenizer.render),
       config.rollout.max_observation,
@@ -34,5 +34,5 @@ def import_atif(command: Command) -> None:
       prepare.load_shape(config).vocab_size,
   )
   folder = os.path.join(command.workdir, 'episodes')
-  atif_reader.read_folder(source, folder, reader, config.train.episodes)
+  reader_lib.read_folder(source, folder, reader, config.train.episodes)
   print(folder)

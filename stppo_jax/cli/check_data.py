@@ -4,14 +4,14 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Iterator
 
-from stppo_jax import cells
-from stppo_jax import row_files
-from stppo_jax import tasks as tasks_lib
 from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import show
 from stppo_jax.config import DataSettings
-from stppo_jax.sections import data_columns
-from stppo_jax.trajectories import conversations
+from stppo_jax.data import cells
+from stppo_jax.data import conversations
+from stppo_jax.data import row_files
+from stppo_jax.data import tasks as tasks_lib
+from stppo_jax.settings.sections import data_columns
 
 _NUM_SHOWN = 5  # questions, conversations and reasons
 _MOST_CHARS = 400  # characters of a text that is shown

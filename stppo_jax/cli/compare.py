@@ -20,7 +20,7 @@ from stppo_jax.evaluation import table
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
-from stppo_jax.trajectories import saved
+from stppo_jax.rollout import saved
 from stppo_jax.types import UserError
 
 Samples = Mapping[str, list[types.Episode]]  # id of a question -> its samples

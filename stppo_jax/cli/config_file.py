@@ -9,10 +9,10 @@ from typing import Any
 from absl import logging
 
 from stppo_jax import plugins
-from stppo_jax import validation
 from stppo_jax.cli.flags import Arguments
 from stppo_jax.config import Config
 from stppo_jax.config import DataSettings
+from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -21,9 +21,9 @@ from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
 from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
-from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
+from stppo_jax.net import calls
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.types import hint
 from stppo_jax.types import RunError

@@ -12,8 +12,8 @@ from typing import get_args
 from typing import NamedTuple
 
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.settings import validation
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError

@@ -6,12 +6,12 @@ import pathlib
 from typing import Any
 
 from stppo_jax import plugins
-from stppo_jax import validation
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli.flags import Flags
 from stppo_jax.config import Config
+from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports.

@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.settings import validation
 
 # Setting -> prefixes of names that a package looks up in its registry, and does not import.
 # Choice: of GEM's environments only the games. Others run the programs that the model writes, or

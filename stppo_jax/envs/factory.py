@@ -9,11 +9,11 @@ import inspect
 import re
 from typing import Any
 
-from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import guarded
 from stppo_jax.envs import protocol
+from stppo_jax.text import thoughts
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
 

@@ -21,9 +21,9 @@ import string
 from typing import Any
 import unicodedata
 
-from stppo_jax import thoughts
 from stppo_jax import types
 from stppo_jax.envs import numerals
+from stppo_jax.text import thoughts
 
 Reward = Callable[[types.Task, str, str], float]
 

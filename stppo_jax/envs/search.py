@@ -15,8 +15,8 @@ import dataclasses
 import re
 from typing import Any
 
-from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
@@ -195,7 +195,7 @@ def neutralize(text: str) -> str:
 
   Inserts a space after every `<` before text (`<answer>`, `</s>`, `<|im_start|>`), after the two
   wide forms of `<` that Unicode normalisation maps to it, and into bracketed markers (`[INST]`).
-  tokenizer.py independently ensures that an observation encodes to no special token.
+  text/tokenizer.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))
 

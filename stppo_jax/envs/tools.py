@@ -22,8 +22,8 @@ from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
-from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
+from stppo_jax.text import tool_calls
 
 CALCULATOR = 'stppo_jax.envs.calculator:calculator'
 BUILT_IN = ('calculator', 'search')

@@ -18,9 +18,8 @@ from typing import TextIO
 from absl import logging
 import jax
 
-from stppo_jax import components
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
@@ -30,6 +29,7 @@ from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import UserError
 
 _COLOURS = {'search': '33', 'read': '36', 'answer': '1;32', 'note': '2'}  # codes of a terminal

@@ -17,7 +17,7 @@ from typing import Any
 
 import requests
 
-from stppo_jax.distributed import http_client
+from stppo_jax.net import http_client
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError

@@ -20,9 +20,8 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax import components
 from stppo_jax import types
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import estimates
@@ -30,9 +29,10 @@ from stppo_jax.evaluation import players
 from stppo_jax.evaluation import policy
 from stppo_jax.evaluation import records
 from stppo_jax.evaluation import remote
-from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
 from stppo_jax.monitoring import outcomes
+from stppo_jax.monitoring import scores as scores_lib
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 

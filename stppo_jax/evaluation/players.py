@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import agents
 from stppo_jax import types
-from stppo_jax.components import Components
+from stppo_jax.assembly import agents
+from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory

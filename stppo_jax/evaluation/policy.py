@@ -10,8 +10,7 @@ from typing import NamedTuple
 from absl import logging
 import jax
 
-from stppo_jax import components
-from stppo_jax import validation
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
@@ -19,8 +18,9 @@ from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
 

@@ -20,9 +20,8 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import components
-from stppo_jax import thoughts
 from stppo_jax import types
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
@@ -33,6 +32,7 @@ from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import stop_strings
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import thoughts
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 

@@ -7,18 +7,18 @@ import zlib
 
 from absl import logging
 
-from stppo_jax import agents
-from stppo_jax import components
-from stppo_jax import validation
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.rollout import saved
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import run as run_lib
-from stppo_jax.trajectories import saved
 from stppo_jax.types import Stopped
 
 

@@ -14,13 +14,13 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 _TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
 _OTHER_COUNTS = (*_TURN_SHARES, 'prompt_too_long', 'program_failed')
@@ -189,7 +189,7 @@ def batch_records(
     kind: str = 'train',
     per_token: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict]:
-  """Returns the records of a batch, which trajectories/saved.py reads."""
+  """Returns the records of a batch, which rollout/saved.py reads."""
   origin = {'batch': sampled.number, 'staleness': sampled.staleness}
   records = to_records(sampled.episodes, tokenizer, n, kind, per_token)
   return [record | origin for record in records]

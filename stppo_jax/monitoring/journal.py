@@ -13,7 +13,6 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -21,6 +20,7 @@ from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import pipeline
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 
 class Journal(contextlib.ExitStack):

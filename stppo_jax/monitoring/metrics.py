@@ -14,7 +14,7 @@ Most metrics come from these files:
   monitoring/health.py     whether a limit of config.health is exceeded
   rollout/sequences.py     sampling of turns; pipeline.py that of batches
   training/run.py          time and throughput of an update
-  evaluation/scores.py     held-out episodes
+  scores.py                held-out episodes
 
 metric_names.py has the meaning of each metric.
 """

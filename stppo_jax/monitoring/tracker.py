@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax.distributed import calls
+from stppo_jax.net import calls
 
 FINISH_S = 60.0  # time limit of the last upload
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -31,8 +30,9 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import objective
 from stppo_jax.training import state as state_lib
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free

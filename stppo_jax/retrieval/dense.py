@@ -15,8 +15,8 @@ import tempfile
 from absl import logging
 import numpy as np
 
-from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.data import tasks
 from stppo_jax.retrieval import encoder as encoder_lib
 from stppo_jax.retrieval import protocol
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax import tasks
 from stppo_jax import types
-from stppo_jax.distributed import http_client
+from stppo_jax.data import tasks
+from stppo_jax.net import http_client
 from stppo_jax.retrieval import protocol
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal

@@ -29,9 +29,9 @@ import pydantic
 from starlette import requests
 from starlette import responses
 
-from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
-from stppo_jax.distributed import http_server
+from stppo_jax.data import tasks as tasks_lib
+from stppo_jax.net import http_server
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -28,6 +27,7 @@ from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 
 @dataclasses.dataclass

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from stppo_jax import plugins
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -28,6 +27,7 @@ from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 SETTING = 'rollout.demonstrations'
 _STREAM = 2**31  # folded into the key of a batch; rounds of sampling fold in small numbers

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -32,6 +31,7 @@ from stppo_jax.envs import stepping
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sequences
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 _OVER = sequences.Prompt(ids=(), budget=0)
 # Random streams that are folded into a sequence's key. Its tokens fold in their positions.

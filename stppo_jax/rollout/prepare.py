@@ -13,7 +13,6 @@ import time
 
 from absl import logging
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -26,6 +25,7 @@ from stppo_jax.models import hf_weights
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import UserError
 
 _ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')

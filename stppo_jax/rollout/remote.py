@@ -39,7 +39,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.distributed import http_client
+from stppo_jax.net import http_client
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences

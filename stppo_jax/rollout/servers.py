@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 from typing import Protocol
 
-from stppo_jax.distributed import http_client
+from stppo_jax.net import http_client
 from stppo_jax.rollout import sampling
 
 # (path, body; None: a GET) -> JSON. Raises Temporary and Rejected.

@@ -18,11 +18,11 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax.distributed import http_server
-from stppo_jax.envs import tool_calls
+from stppo_jax.net import http_server
 from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
+from stppo_jax.text import tool_calls
 
 _FAILURES = {
     'cancelled': (503, 'the server stops, or the session has ended'),

@@ -24,11 +24,11 @@ import pydantic
 from starlette import exceptions
 
 from stppo_jax import types
-from stppo_jax.distributed import http_server
-from stppo_jax.envs import tool_calls
+from stppo_jax.net import http_server
 from stppo_jax.serving import answers
 from stppo_jax.serving import prompt_scores
-from stppo_jax.serving import turns
+from stppo_jax.text import tool_calls
+from stppo_jax.text import turns
 
 MAX_CHOICES = 16  # per prompt
 MAX_PROMPTS = 256

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from absl import logging
 import jax
 
-from stppo_jax import components
-from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
@@ -32,6 +31,7 @@ from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import stop_strings
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
@@ -90,7 +90,7 @@ def running(
   UserError: the address cannot be used, or the HTTP libraries are not installed.
   """
   try:
-    from stppo_jax.distributed import http_server
+    from stppo_jax.net import http_server
     from stppo_jax.serving import server as server_lib
     from stppo_jax.serving import service as service_lib
   except ImportError as error:

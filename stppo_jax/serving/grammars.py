@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax.envs import tool_calls
 from stppo_jax.serving import text_schemas
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 
 _MAX_CACHED = 32  # compiled grammars
 _MAX_CHECKED = 1024  # terminals

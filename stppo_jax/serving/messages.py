@@ -16,10 +16,10 @@ import uuid
 import pydantic
 from starlette import exceptions
 
-from stppo_jax.distributed import http_server
-from stppo_jax.envs import tool_calls
+from stppo_jax.net import http_server
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
+from stppo_jax.text import tool_calls
 
 _STOP_REASONS = {'length': 'max_tokens', 'tool_calls': 'tool_use'}
 _ERROR_TYPES = {

@@ -25,10 +25,10 @@ import uuid
 
 import pydantic
 
-from stppo_jax.distributed import http_server
-from stppo_jax.envs import tool_calls
+from stppo_jax.net import http_server
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
+from stppo_jax.text import tool_calls
 
 _LOGPROBS = 'message.output_text.logprobs'  # a value of `include`
 

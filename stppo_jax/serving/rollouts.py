@@ -23,9 +23,8 @@ from absl import logging
 import jax
 
 from stppo_jax import types
-from stppo_jax.components import Components
+from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
-from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import commands
 from stppo_jax.envs import factory
@@ -33,6 +32,7 @@ from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
+from stppo_jax.net import calls
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import sequences
 from stppo_jax.serving import gateway

@@ -40,8 +40,8 @@ from starlette import requests
 from starlette import responses
 from starlette import routing
 
-from stppo_jax.distributed import http_server
-from stppo_jax.distributed.http_server import Json
+from stppo_jax.net import http_server
+from stppo_jax.net.http_server import Json
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
 from stppo_jax.serving import messages

@@ -20,9 +20,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax.distributed import http_server
-from stppo_jax.envs import tool_calls
+from stppo_jax.net import http_server
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import answers
 from stppo_jax.serving import api
@@ -31,7 +29,9 @@ from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import stop_strings
-from stppo_jax.serving import template as template_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 
 Body = api.ChatBody | api.TextBody
 

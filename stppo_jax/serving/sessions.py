@@ -27,11 +27,11 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.serving import template as template_lib
-from stppo_jax.serving import turns as turns_lib
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import turns as turns_lib
 
 Message = template_lib.Message
 _PLAIN = 'no chat'  # replaces the tools of a segment whose prompt is not a chat

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 
-from stppo_jax import thoughts
+from stppo_jax.text import thoughts
 
 
 @dataclasses.dataclass(frozen=True)

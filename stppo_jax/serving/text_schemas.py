@@ -13,7 +13,7 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax.envs import tool_calls
+from stppo_jax.text import tool_calls
 
 ANY = '/(?s:.*)/'
 _NULL = '"null"'

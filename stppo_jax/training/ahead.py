@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 
 from stppo_jax import types
-from stppo_jax.distributed import calls
+from stppo_jax.net import calls
 from stppo_jax.training.packing import Step
 
 _LOCK = threading.Lock()  # one run compiles at a time: those of a process share their programs

@@ -26,10 +26,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.net import calls
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 

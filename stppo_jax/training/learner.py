@@ -23,9 +23,9 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
+from stppo_jax.settings import objective
 from stppo_jax.training import ahead
 from stppo_jax.training import minibatches
-from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import summary

@@ -18,16 +18,16 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import config as config_lib
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms.variant import Variant
+from stppo_jax.assembly import components
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
+from stppo_jax.settings import validation
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.types import RunError

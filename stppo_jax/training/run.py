@@ -15,32 +15,32 @@ import time
 from absl import logging
 import jax
 
-from stppo_jax import agents
-from stppo_jax import components
-from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms.variant import Variant
-from stppo_jax.components import Components
+from stppo_jax.assembly import agents
+from stppo_jax.assembly import components
+from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
-from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import outcomes
+from stppo_jax.monitoring import scores as scores_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
 from stppo_jax.training import summary
@@ -67,7 +67,7 @@ def check(config: Config) -> tuple[Variant, Components]:
         'the run, which samples itself: leave it empty'
     )
   if config.rollout.replay:
-    from stppo_jax.trajectories import saved
+    from stppo_jax.rollout import saved
 
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
@@ -227,7 +227,7 @@ def _make_demonstrator(config, agent, stop_signal):
 
 def _make_replay(parts, variant):
   """Makes the reader of the batches of config.rollout.replay."""
-  from stppo_jax.trajectories import saved
+  from stppo_jax.rollout import saved
 
   config = parts.config
   return saved.Replay(

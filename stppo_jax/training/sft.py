@@ -26,16 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from stppo_jax import components
-from stppo_jax import row_files
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.assembly import components
 from stppo_jax.config import Config
+from stppo_jax.data import conversations
+from stppo_jax.data import row_files
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import tool_calls
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_export
@@ -43,15 +41,17 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import saved
+from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
-from stppo_jax.trajectories import conversations
-from stppo_jax.trajectories import saved
 
 # Settings of a run that change nothing here.
 _WITHOUT_EFFECT = (

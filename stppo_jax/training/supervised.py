@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import UserError
 
 WINDOW = 8  # batches that are sorted by length together

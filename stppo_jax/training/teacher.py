@@ -15,13 +15,13 @@ from typing import Any
 from absl import logging
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.distributed import http_client
+from stppo_jax.net import http_client
 from stppo_jax.rollout import batching
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 _FIRST_WAIT_S = 1.0  # doubled for each further attempt
 _LONGEST_WAIT_S = 60.0

@@ -13,7 +13,7 @@ from research import study_toy
 from research.study import grid
 from research.study import results
 from stppo_jax import config as schema
-from stppo_jax import validation
+from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 METHODS = {'ppo': {'algorithm.variant': 'ppo'}, 'st_ppo': {'algorithm.variant': 'st_ppo'}}

@@ -5,13 +5,13 @@ import threading
 
 import jax
 
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax.distributed import http_server
+from stppo_jax.net import http_server
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import server as server_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 _PIECE = 3  # tokens of a part of a stream
 

@@ -21,17 +21,17 @@ import jax
 import numpy as np
 import tokenizers
 
-from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax.distributed import calls
+from stppo_jax.assembly import components
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.net import calls
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import objective
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import objective
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update as update_lib
 from tests.support import tiny_tokenizer

@@ -7,7 +7,7 @@ import tempfile
 
 import tokenizers
 
-from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 END = '<|im_end|>'
 TEXTS = (

@@ -14,12 +14,12 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax import cells
-from stppo_jax import layout_profile as profile_lib
-from stppo_jax import layout_values as values_lib
-from stppo_jax import layouts
 from stppo_jax import types
-from stppo_jax.layouts import SetLayout
+from stppo_jax.data import cells
+from stppo_jax.data import layout_profile as profile_lib
+from stppo_jax.data import layout_values as values_lib
+from stppo_jax.data import layouts
+from stppo_jax.data.layouts import SetLayout
 from stppo_jax.types import shown
 
 OWN = SetLayout(

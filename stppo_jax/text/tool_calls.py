@@ -24,8 +24,8 @@ import json
 import re
 from typing import Any
 
-from stppo_jax import thoughts
 from stppo_jax import types
+from stppo_jax.text import thoughts
 
 Schema = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ Lines of episodes/*.jsonl in; documents of version 1.7 out, one per episode:
 
 In Harbor's viewer a file of episodes is a job, and an episode a trial. Step 1 is the prompt as the
 policy reads it. Each further step is a turn with the observation that followed. The root's `extra`
-holds the episode itself, which `atif_reader` gives back exactly.
+holds the episode itself, which `reader` gives back exactly.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ import uuid
 from absl import logging
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import search
-from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.trajectories import saved
+from stppo_jax.rollout import saved
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 
 VERSION = 'ATIF-v1.7'
 EXTRA = 'stppo_jax'  # the key of our own fields in the root's `extra`

@@ -62,14 +62,14 @@ def read(path: pathlib.Path, columns: Sequence[str] = ()) -> Iterator[FileRow]:
   """
   suffix = _suffix(path)
   if suffix in ('.parquet', '.arrow'):
-    from stppo_jax import row_tables
+    from stppo_jax.data import row_tables
 
     is_arrow = suffix == '.arrow'
     rows = row_tables.arrow(path) if is_arrow else row_tables.parquet(path, columns)
     for number, fields in enumerate(rows, start=1):
       yield FileRow(path, number, fields)
   elif suffix in ('.csv', '.tsv'):
-    from stppo_jax import row_tables
+    from stppo_jax.data import row_tables
 
     with _opened(path) as file:
       rows = row_tables.text(file, '\t' if suffix == '.tsv' else ',')
@@ -131,7 +131,7 @@ def _json_rows(path: pathlib.Path) -> Iterator[FileRow]:
     is_value = first.lstrip()[:1] in (b'[', b'{')  # or else a line that is an error
     is_one_line = is_one_line and _suffix(path) == '.json'  # else it is a row, also with lists
     if is_value and (is_one_line or not _is_object(first)):
-      from stppo_jax import row_objects
+      from stppo_jax.data import row_objects
 
       with explain(path, 1):
         value = _decode(file.read())

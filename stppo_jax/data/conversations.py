@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stppo_jax import cells
-from stppo_jax import row_files
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax.serving import template as template_lib
+from stppo_jax.data import cells
+from stppo_jax.data import row_files
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import shown
 
 Message = dict[str, Any]

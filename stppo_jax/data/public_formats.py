@@ -15,17 +15,17 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax import cells
-from stppo_jax import layout_fit
-from stppo_jax import layout_profile as profile_lib
-from stppo_jax import layout_values as values_lib
-from stppo_jax import layouts
-from stppo_jax import row_files
 from stppo_jax import types
-from stppo_jax.layout_values import get
-from stppo_jax.layout_values import LETTERS
-from stppo_jax.layout_values import Unanswerable
-from stppo_jax.row_files import FileRow
+from stppo_jax.data import cells
+from stppo_jax.data import layout_fit
+from stppo_jax.data import layout_profile as profile_lib
+from stppo_jax.data import layout_values as values_lib
+from stppo_jax.data import layouts
+from stppo_jax.data import row_files
+from stppo_jax.data.layout_values import get
+from stppo_jax.data.layout_values import LETTERS
+from stppo_jax.data.layout_values import Unanswerable
+from stppo_jax.data.row_files import FileRow
 from stppo_jax.types import shown
 
 _SHORTEST_CODE = 40  # characters of an encrypted question

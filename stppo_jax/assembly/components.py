@@ -22,10 +22,8 @@ import jax
 import numpy as np
 
 from stppo_jax import plugins
-from stppo_jax import tasks as tasks_lib
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
@@ -34,6 +32,8 @@ from stppo_jax.models import hf_config
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.settings import validation
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from stppo_jax.types import without_surrogates
@@ -316,7 +316,7 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
 
 def _tool_options(config: Config) -> dict[str, Any]:
   """Returns how calls are written, which the model's chat template may choose."""
-  from stppo_jax.envs import tool_calls
+  from stppo_jax.text import tool_calls
 
   render = None
   if os.path.isdir(config.model.folder):

@@ -10,11 +10,11 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax import layout_values as values_lib
-from stppo_jax import layouts
-from stppo_jax import row_files
 from stppo_jax import types
-from stppo_jax.layouts import SetLayout
+from stppo_jax.data import layout_values as values_lib
+from stppo_jax.data import layouts
+from stppo_jax.data import row_files
+from stppo_jax.data.layouts import SetLayout
 
 IDS = ('id', '_id', 'question_id', 'QuestionId', 'qid', 'pubid')
 

@@ -3,12 +3,12 @@
 import jax
 
 from stppo_jax import plugins
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax.components import Components
+from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 # The modules of these two are imported when a config names an agent program or engines.
 _WITH_PROGRAM = 'stppo_jax.serving.rollouts:make_agent'

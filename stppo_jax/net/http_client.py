@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import requests
 
-from stppo_jax.distributed import calls
+from stppo_jax.net import calls
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 

@@ -7,10 +7,10 @@ import string
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax import cells
-from stppo_jax import layouts
 from stppo_jax import types
-from stppo_jax.layouts import SetLayout
+from stppo_jax.data import cells
+from stppo_jax.data import layouts
+from stppo_jax.data.layouts import SetLayout
 from stppo_jax.types import shown
 
 LETTERS = string.ascii_uppercase

@@ -21,8 +21,8 @@ from absl import logging
 import numpy as np
 import tokenizers
 
-from stppo_jax import thoughts
 from stppo_jax import types
+from stppo_jax.text import thoughts
 
 CLOSING_TAG = '</information>'
 THOUGHT_STATE = 1  # where a `stop_automaton` that skips thoughts begins if a turn begins in one

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from absl import logging
 
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax.envs import tool_calls
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 
 Message = Mapping[str, Any]
 _BEGINNING = 8  # characters per token that fits: only so many are encoded if they do not fit

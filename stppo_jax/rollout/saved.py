@@ -15,11 +15,11 @@ import zlib
 
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.rollout import batching
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 KINDS = ('train', 'eval', 'nonfinite')  # a run writes KIND_000001.jsonl, ..
 _NAME = re.compile(r'train_(\d{6,})\.jsonl')

@@ -11,8 +11,8 @@ import pathlib
 from typing import Any
 from typing import BinaryIO
 
-from stppo_jax import cells
 from stppo_jax import types
+from stppo_jax.data import cells
 
 
 def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

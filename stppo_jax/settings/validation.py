@@ -121,7 +121,7 @@ def _check_sections(sections, *given):
   """Calls the rules of the optional parts that a config has."""
   for is_present, rule in sections:
     if is_present(*given):
-      check = plugins.resolve(f'stppo_jax.sections.{rule}')
+      check = plugins.resolve(f'stppo_jax.settings.sections.{rule}')
       check(*given)
 
 

@@ -23,10 +23,10 @@ from typing import NamedTuple
 from absl import logging
 import numpy as np
 
-from stppo_jax import row_files
 from stppo_jax import types
+from stppo_jax.data import row_files
 
-EMBEDDED = pathlib.Path(__file__).parent / 'assets' / 'knowledge'
+EMBEDDED = pathlib.Path(__file__).parent.parent / 'assets' / 'knowledge'
 
 _DOWNLOAD = (
     ' `hf download --repo-type dataset PeterJinGo/nq_hotpotqa_train --local-dir=data` downloads '
@@ -450,7 +450,7 @@ def _is_embedded(path: pathlib.Path) -> bool:
 
 
 def _public_formats() -> Any:
-  from stppo_jax import public_formats  # the questions of the package need none of it
+  from stppo_jax.data import public_formats  # the questions of the package need none of it
 
   return public_formats
 

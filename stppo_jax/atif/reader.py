@@ -1,6 +1,6 @@
 """Trajectories of ATIF, the format of the Harbor framework, to saved episodes.
 
-A folder of documents in; a folder of train_000001.jsonl, .. out. A document of `atif_writer` holds
+A folder of documents in; a folder of train_000001.jsonl, .. out. A document of `writer` holds
 its episode, and gives it back exactly. A document of another agent becomes a prompt and turns:
 
   with ids      each turn is its completion_token_ids, unchanged; a turn whose prompt does not
@@ -27,14 +27,14 @@ from typing import NamedTuple
 from absl import logging
 import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax.envs import tool_calls
+from stppo_jax.atif import writer
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
-from stppo_jax.serving import template as template_lib
-from stppo_jax.trajectories import atif_writer
-from stppo_jax.trajectories import saved
+from stppo_jax.rollout import saved
+from stppo_jax.text import template as template_lib
+from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.text import tool_calls
 
 # The errors of a file that is no trajectory, or cannot be used.
 _UNUSABLE = (
@@ -57,7 +57,7 @@ class OwnEpisode(NamedTuple):
   """An episode of a run, which goes back to its line."""
 
   episode: types.Episode
-  record: Mapping[str, Any]  # what `atif_writer` added
+  record: Mapping[str, Any]  # what `writer` added
 
 
 def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_file: int) -> int:
@@ -303,18 +303,18 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def own_record(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-  """Returns the record that `atif_writer` added; None for a document of another agent.
+  """Returns the record that `writer` added; None for a document of another agent.
 
   ValueError: it has no place in a run. The kind and step become the name of a file.
   """
-  own = (document.get('extra') or {}).get(atif_writer.EXTRA)
+  own = (document.get('extra') or {}).get(writer.EXTRA)
   if not own:
     return None
   numbers = (own['step'], own['row'])
   are_valid = all(type(number) is int and 0 <= number <= _MAX_PLACE for number in numbers)
   if own['kind'] not in saved.KINDS or not are_valid:
     place = ', '.join(f'{field} {own[field]!r:.60}' for field in ('kind', 'step', 'row'))
-    raise ValueError(f'extra.{atif_writer.EXTRA} has {place}: no place in a run')
+    raise ValueError(f'extra.{writer.EXTRA} has {place}: no place in a run')
   return own
 
 

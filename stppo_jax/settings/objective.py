@@ -9,11 +9,11 @@ from absl import logging
 from stppo_jax import config as config_lib
 from stppo_jax import plugins
 from stppo_jax import types
-from stppo_jax import validation
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
+from stppo_jax.settings import validation
 
 
 def _has_function(variant: Variant) -> bool:
