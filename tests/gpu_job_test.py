@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks import gpu_job
 from benchmarks import parcels
-from stppo_jax import validation
 from stppo_jax.cli import config_file
 from stppo_jax.cli import flags as flags_lib
+from stppo_jax.settings import validation
 
 ROOT = pathlib.Path(__file__).parent.parent
 IGNORES = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'

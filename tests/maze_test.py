@@ -14,10 +14,10 @@ from examples.maze import compare
 from examples.maze import config as maze
 from examples.maze import env
 from examples.maze import player
-from stppo_jax import components
-from stppo_jax import tokenizer as tokenizer_lib
-from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.assembly import components
+from stppo_jax.settings import validation
+from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import Task
 
 OPTIMUM = -6.84  # published
