@@ -77,6 +77,7 @@ def get_config(mode=''):
         keep_checkpoints=1,
     )
     config.eval = schema.EvalSettings(every=25, episodes=48, rows=16)
+    config.sft = schema.SftSettings(lr=1e-3, epochs=1, batch=16)
   elif mode == 'smoke':
     ppo_7b.shrink(config)
   elif mode:
