@@ -34,6 +34,7 @@ def get_config(mode: str = '') -> schema.Config:
   """Returns the settings that all runs share."""
   config = st_ppo_smollm2.get_config(mode or 'cpu')
   config.name = 'smollm2'
+  config.model.folder = 'runs/sft_smollm2/model'
   config.log.tensorboard = False
   return config
 
