@@ -145,6 +145,18 @@ def measure(task, base_url, model, metrics):
   requests.post(url, json={'reward': 1, 'metrics': metrics}, timeout=60).raise_for_status()
 
 
+def wait_on_even(task, base_url, model):
+  """An even task waits for the test, and an odd one ends after a turn."""
+  once(task, base_url, model)
+  if int(task['id'][-1]) % 2 == 0:
+    has_failed.wait(30)
+    ended_late.append(not has_failed.is_set())
+
+
+has_failed = threading.Event()
+ended_late: list[bool] = []
+
+
 async def play_later(task, base_url, model):
   await asyncio.sleep(0)
   once(task, base_url, model)
@@ -356,6 +368,18 @@ class ProgramAgentTest(parameterized.TestCase):
     with mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'):
       episodes, _ = play(config, make_tasks(2))
     self.assertEqual([episode.score for episode in episodes], [1, 1])
+
+  def test_reward_that_ends_run_waits_for_nobody(self):
+    has_failed.clear()
+    score = mock.Mock(side_effect=types.UserError('there is no judge'))
+    with (
+        mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'),
+        mock.patch.object(rollouts.rewards, 'score_answer', score),
+        self.assertRaisesRegex(types.UserError, 'there is no judge'),
+    ):
+      play(make_config(THIS + ':wait_on_even'), make_tasks(2))
+    has_failed.set()
+    self.assertNotIn(True, ended_late)
 
   def test_routing_replay_is_rejected(self):
     config = make_config(THIS + ':once')

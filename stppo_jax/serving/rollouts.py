@@ -164,8 +164,12 @@ class ProgramAgent(agent_lib.Agent):
       for task, key in zip(tasks, keys):
         run = pool.submit(self._run_program, server, sampling, programs_over, task, key)
         runs.append(run)
+      waiting = set(runs)
       try:
-        while futures.wait(runs, _POLL_S).not_done:
+        while waiting:
+          done, waiting = futures.wait(waiting, _POLL_S, futures.FIRST_EXCEPTION)
+          for run in done:
+            run.result()  # an error that ends the run does not wait for the other programs
           stop_signal.raise_if_set()
       finally:
         programs_over.set()
