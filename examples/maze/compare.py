@@ -18,6 +18,7 @@ import shutil
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from examples.maze import config as maze
@@ -28,9 +29,10 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'research' / 'results' / 'maze.jsonl'
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (1e-4, 3e-4, 1e-3)
 SEARCH_SEED = 100
 SEEDS = (0, 1, 2, 3, 4)
+FIRST = 'first_policy'  # the method of a run without training
 # In the order in which they run.
 METHODS = (
     ('st_ppo', 'fully'),
@@ -41,7 +43,7 @@ METHODS = (
     ('st_ppo', 'partly'),
     ('ppo', 'partly'),
 )
-SAMPLES = 32  # episodes from each start in the last evaluation, as in LMRL-Gym
+SAMPLES = 16  # episodes from each start in the last evaluation
 DRAWS = 10_000  # of the bootstrap
 
 
@@ -65,8 +67,11 @@ def make_config(job: Job):
   config = maze.get_config('partly' if job.observed == 'partly' else '')
   config.name = job.name
   config.seed = job.seed
-  config.algorithm.variant = job.method
-  config.actor.lr = job.lr
+  if job.method == FIRST:
+    config.train.updates = 0
+  else:
+    config.algorithm.variant = job.method
+    config.actor.lr = job.lr
   if job.method == 'grpo':
     config.rollout.group_size = 8
   config.log.episodes = False
@@ -93,8 +98,16 @@ def search_jobs(method: str, observed: str) -> list[Job]:
   return [Job(method, observed, rate, SEARCH_SEED) for rate in RATES]
 
 
+def first_jobs() -> list[Job]:
+  """Returns the runs that evaluate the first policy."""
+  return [Job(FIRST, observed, 0.0, 0) for observed in env.OBSERVED]
+
+
 def plan(path: pathlib.Path = RESULTS) -> Iterator[Job]:
   """Yields the runs without a record, one by one, because the search decides what follows."""
+  for job in first_jobs():
+    if job not in read_records(path):
+      yield job
   for method, observed in METHODS:
     for job in search_jobs(method, observed):
       if job not in read_records(path):
@@ -120,6 +133,7 @@ def run(job: Job, workdir: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
   greedy = [
       (row['step'], row['val-core/all/return']) for row in rows if 'val-core/all/return' in row
   ]
+  versions = requirements.versions()
   record = {
       'job': dataclasses.asdict(job),
       'sampled': results.scores['val-core/all/return'],
@@ -128,12 +142,18 @@ def run(job: Job, workdir: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
       'curve': [round(row['return/mean'], 2) for row in rows if 'return/mean' in row],
       'clipped': [round(row['actor/pg_clipfrac'], 4) for row in rows if 'actor/pg_clipfrac' in row],
       'seconds': round(train_s, 1),
-      'versions': {'stppo_jax': requirements.own_version()} | requirements.versions(),
+      'versions': {
+          'stppo_jax': requirements.own_version(),
+          'jax': versions['jax'],
+          'flax': versions['flax'],
+          'optax': versions['optax'],
+      },
   }
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open('a', encoding='utf-8') as file:
     file.write(json.dumps(record, separators=(',', ':')) + '\n')
   shutil.rmtree(folder)
+  jax.clear_caches()  # the next run has other programs, and would keep these in memory
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:

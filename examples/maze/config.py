@@ -22,14 +22,13 @@ def get_config(mode=''):
   config.algorithm.entropy_coef = 0.02
   config.actor.lr = 3e-4
   config.critic.lr = 2e-3
-  config.train.updates = 60
+  config.train.updates = 40
   config.train.episodes = 32
   config.train.mini_batch = 4
-  config.train.micro_batch = 2
+  config.train.micro_batch = 1
   config.train.critic_warmup = 2
   config.train.length_buckets = (320,)
-  config.eval.every = 10
-  config.log.episodes_every = 10
+  config.eval.every = 20
   if mode == 'partly':
     config.name += '_partly'
     config.env.options['observed'] = 'partly'

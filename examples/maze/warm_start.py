@@ -8,7 +8,6 @@ have to read its square, and would have to learn that from rewards.
 """
 
 import pathlib
-import random
 
 from absl import app
 from absl import flags
@@ -18,10 +17,10 @@ import numpy as np
 from examples.maze import env
 from examples.maze import player
 from scripts import warm_start
-from stppo_jax import tokenizer as chat
 from stppo_jax.envs import factory
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import supervised
 from stppo_jax.types import Task
 
