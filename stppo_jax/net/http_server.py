@@ -11,7 +11,6 @@ from collections.abc import Coroutine
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import ipaddress
 import json
 import logging
@@ -23,7 +22,6 @@ from typing import Annotated
 from typing import Any
 from typing import TypeVar
 
-import h11
 import prometheus_client
 import pydantic
 from starlette import exceptions
@@ -31,7 +29,6 @@ from starlette import requests
 from starlette import responses
 from starlette import routing
 import uvicorn
-from uvicorn.protocols.http import h11_impl
 
 from stppo_jax import types
 
@@ -49,9 +46,7 @@ class ServerLimits:
   """Limits of a server."""
 
   max_body_bytes: int = 8 << 20
-  header_timeout_s: float = 10.0  # until a complete header
   body_timeout_s: float = 10.0  # until a complete body
-  send_timeout_s: float = 60.0  # in which a client reads a part of its answer
   grace_s: float = 30.0  # time that running requests have when the server stops
 
 
@@ -293,68 +288,6 @@ async def _wait_for_disconnect(request: requests.Request) -> None:
     pass
 
 
-class _Connection(h11_impl.H11Protocol):
-  """A connection that is closed if its client stops within a request, or stops reading.
-
-  uvicorn limits only the pause between two requests. The application limits the time for a body
-  that it reads, and no limit holds while it works on an answer.
-  """
-
-  def __init__(self, *args: Any, limits: ServerLimits, **kwargs: Any):
-    super().__init__(*args, **kwargs)
-    self._limits = limits
-    self._receiving: asyncio.TimerHandle | None = None  # closes a connection that owes bytes
-    self._sending: asyncio.TimerHandle | None = None  # closes a connection that reads none
-
-  def connection_made(self, transport: Any) -> None:
-    super().connection_made(transport)
-    self._limit_receiving()
-
-  def connection_lost(self, exc: Exception | None) -> None:
-    self._stop_receiving()
-    self._stop_sending()
-    super().connection_lost(exc)
-
-  def data_received(self, data: bytes) -> None:
-    super().data_received(data)
-    self._limit_receiving()
-
-  def on_response_complete(self) -> None:
-    super().on_response_complete()
-    self._stop_receiving()
-    is_between_requests = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-    if not is_between_requests:
-      self._limit_receiving()
-
-  def pause_writing(self) -> None:
-    super().pause_writing()
-    self._sending = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
-
-  def resume_writing(self) -> None:
-    super().resume_writing()
-    self._stop_sending()
-
-  def _limit_receiving(self) -> None:
-    """Starts the time limit of a header, and of a body that the application does not read."""
-    state = self.conn.their_state
-    is_unread = state is h11.SEND_BODY and self.cycle.response_complete
-    if state is not h11.IDLE and not is_unread:
-      self._stop_receiving()
-    elif self._receiving is None:
-      timeout_s = self._limits.header_timeout_s
-      self._receiving = self.loop.call_later(timeout_s, self.transport.abort)
-
-  def _stop_receiving(self) -> None:
-    if self._receiving is not None:
-      self._receiving.cancel()
-      self._receiving = None
-
-  def _stop_sending(self) -> None:
-    if self._sending is not None:
-      self._sending.cancel()
-      self._sending = None
-
-
 class Server:
   """Runs an application in a thread with an event loop. A context manager."""
 
@@ -369,7 +302,7 @@ class Server:
     self._server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=functools.partial(_Connection, limits=app.limits),  # type: ignore[arg-type]
+            http='h11',
             ws='none',
             lifespan='off',
             loop='asyncio',
