@@ -21,9 +21,9 @@ from stppo_jax.models import lora
 from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.training import loop
@@ -375,8 +375,8 @@ class SamplerRoutesTest(parameterized.TestCase):
         types.Turn(ids(6, 7), logp, ids(), routes=later),  # an observation of 1, and 2 tokens
     ]
     episode = types.Episode(types.Task('t', 'q', ('a',)), 0, ids(1, 2), turns)
-    again = pipeline.from_json(
-        json.loads(json.dumps(pipeline.to_json(batching.Sampled(1, 0, [episode], {})))),
+    again = batches_lib.from_json(
+        json.loads(json.dumps(batches_lib.to_json(batching.Sampled(1, 0, [episode], {})))),
         [episode.task],
     )
     for played in (episode, again.episodes[0]):

@@ -10,10 +10,10 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.data import tasks as task_files
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode
-from stppo_jax.rollout import pipeline
 
 
 class FakeRetriever:
@@ -35,9 +35,9 @@ class FakeRetriever:
     self.now += seconds
 
   def run(self, share=0.5, max_outage_s=3600.0):
-    with mock.patch.object(pipeline, 'pause', lambda seconds, all_stop: self.sleep(seconds)):
-      with mock.patch.object(pipeline, 'time', self):
-        return pipeline.play_through(self.play, self, share, max_outage_s)
+    with mock.patch.object(batches_lib, 'pause', lambda seconds, all_stop: self.sleep(seconds)):
+      with mock.patch.object(batches_lib, 'time', self):
+        return batches_lib.play_through(self.play, self, share, max_outage_s)
 
   def monotonic(self):
     return self.now
@@ -99,12 +99,12 @@ class KeysTest(absltest.TestCase):
 
 
 class RefillTest(parameterized.TestCase):
-  """Groups whose scores are all equal are replaced, see `pipeline.Batches.sample`."""
+  """Groups whose scores are all equal are replaced, see `batches.Batches.sample`."""
 
   def sample(self, agent, number=1, rounds=3, questions=8, batch=4):
     tasks = [types.Task(str(i), 'q', ('a',)) for i in range(questions)]
     stream = task_files.TaskStream(tasks, batch, 0)
-    batches = pipeline.Batches(
+    batches = batches_lib.Batches(
         agent, lambda params: params, stream, 2, 0, max_num_gen_batches=rounds
     )
     return batches, batches.sample({}, number, 0)
@@ -153,8 +153,8 @@ class RefillTest(parameterized.TestCase):
 
     agent.play = played
     tasks = [types.Task(str(i), 'q', ('a',)) for i in range(8)]
-    pause = self.enterContext(mock.patch.object(pipeline, 'pause'))
-    batches = pipeline.Batches(
+    pause = self.enterContext(mock.patch.object(batches_lib, 'pause'))
+    batches = batches_lib.Batches(
         agent,
         lambda params: params,
         task_files.TaskStream(tasks, 4, 0),
@@ -170,7 +170,7 @@ class RefillTest(parameterized.TestCase):
         batches.sample({}, 1, 0)
     else:
       sampled = batches.sample({}, 1, 0)
-      self.assertEqual(pipeline.environment_failed_share(sampled.episodes), raised / 8)
+      self.assertEqual(batches_lib.environment_failed_share(sampled.episodes), raised / 8)
     self.assertLen(agent.calls, 1)  # played once
     pause.assert_not_called()
 
@@ -203,7 +203,7 @@ class RefillTest(parameterized.TestCase):
     self.assertEqual(names(second), names(expected))
     self.assertGreater(expected.measured['train/num_gen_batches'], 1)
     with self.subTest('and is restored from a checkpoint with the questions that it has'):
-      record = json.loads(json.dumps(pipeline.to_json(expected)))
+      record = json.loads(json.dumps(batches_lib.to_json(expected)))
       self.assertEqual(names(batches.restored(record)), names(expected))
       record['episodes'][0]['task'] = 'unknown'
       with self.assertRaisesRegex(types.UserError, "on question 'unknown'"):
@@ -215,7 +215,7 @@ class OutageTest(parameterized.TestCase):
   def test_waits_double_and_batch_is_repeated(self):
     retriever = FakeRetriever(up_at=100)
     played, replays = retriever.run()
-    self.assertEqual(pipeline.failed_share(played), 0)
+    self.assertEqual(batches_lib.failed_share(played), 0)
     self.assertEqual(retriever.waits, [1, 2, 4, 8, 16, 32, 60])  # at most a minute
     self.assertEqual((replays, retriever.plays), (1, 2))
     self.assertLen(set(retriever.probes), 7)  # no two alike: a cache must not answer
@@ -230,7 +230,7 @@ class OutageTest(parameterized.TestCase):
   def test_failure_without_retriever_blames_the_environment(self):
     play = lambda: episodes(8, 8)
     with self.assertRaisesRegex(types.RunError, '^the environment failed in 100% [^\n]*$'):
-      pipeline.play_through(play, None, 0.5, 0.0)
+      batches_lib.play_through(play, None, 0.5, 0.0)
 
   def test_retriever_answering_only_probes_ends_run(self):
     retriever = FakeRetriever(up_at=1e9)
@@ -247,14 +247,14 @@ class OutageTest(parameterized.TestCase):
       played.append(1)
       return episodes(failed if len(played) == 1 else 0, 8)
 
-    with mock.patch.object(pipeline, 'pause'):
-      pipeline.play_through(play, FakeRetriever(up_at=0), share, 60.0)
+    with mock.patch.object(batches_lib, 'pause'):
+      batches_lib.play_through(play, FakeRetriever(up_at=0), share, 60.0)
     self.assertLen(played, plays)
 
   def test_overlong_prompts_are_not_failures(self):
-    self.assertEqual(pipeline.failed_share(episodes(0, 4, too_long=4)), 0)
-    self.assertEqual(pipeline.failed_share(episodes(1, 4, too_long=2)), 0.25)
-    self.assertEqual(pipeline.failed_share([]), 0)
+    self.assertEqual(batches_lib.failed_share(episodes(0, 4, too_long=4)), 0)
+    self.assertEqual(batches_lib.failed_share(episodes(1, 4, too_long=2)), 0.25)
+    self.assertEqual(batches_lib.failed_share([]), 0)
 
 
 if __name__ == '__main__':

@@ -30,9 +30,9 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.monitoring import scores as evaluation
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import saved
@@ -327,8 +327,8 @@ class BaselineTest(absltest.TestCase):
 
   def test_a_spread_is_that_of_a_role(self):
     equal = [make_episode('asker', 1.0, 0), make_episode('answerer', 0.0, 1)] * 2
-    self.assertFalse(pipeline.has_spread(equal))
-    self.assertTrue(pipeline.has_spread(self.episodes))
+    self.assertFalse(batches_lib.has_spread(equal))
+    self.assertTrue(batches_lib.has_spread(self.episodes))
 
   def test_rounding_is_no_spread(self):
     rewards = [(np.float32(10.1), -10.0), (0.1,)]  # .10000038 and .1
@@ -337,7 +337,7 @@ class BaselineTest(absltest.TestCase):
       turn = episode.turns[0]
       episode.turns = [dataclasses.replace(turn, reward=value) for value in values]
     self.assertNotEqual(np.float32(pair[0].score), np.float32(pair[1].score))
-    self.assertFalse(pipeline.has_spread(pair))
+    self.assertFalse(batches_lib.has_spread(pair))
 
 
 class DealTest(absltest.TestCase):

@@ -25,9 +25,9 @@ from stppo_jax.envs import search
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import scores
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
 from stppo_jax.stop_signal import NEVER
@@ -280,7 +280,7 @@ class ProgramAgentTest(parameterized.TestCase):
       self.assertRegex(logs.output[0], 'of 4 programs 2 raised.*error: RuntimeError: an even task')
       self.assertEqual([e.counts['crashed'] for e in episodes], [1, 0, 1, 0])
       self.assertEqual([e.failed for e in episodes], [True, False, True, False])  # no turn at all
-      self.assertEqual(pipeline.failed_share(episodes), 0)  # no retriever is to blame
+      self.assertEqual(batches_lib.failed_share(episodes), 0)  # no retriever is to blame
       self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
@@ -316,7 +316,7 @@ class ProgramAgentTest(parameterized.TestCase):
       episodes, _ = play(make_config(THIS + ':ask_if_odd'), make_tasks(4))
     self.assertIn('and 2 had no answer of the policy', logs.output[0])
     self.assertEqual([e.failed for e in episodes], [True, False, True, False])
-    self.assertEqual(pipeline.failed_share(episodes), 0)
+    self.assertEqual(batches_lib.failed_share(episodes), 0)
     self.assertLen(play(make_config(THIS + ':ask_if_odd'), make_tasks(1))[0], 1)  # evaluation
 
   def test_batch_without_answers_ends_run(self):
@@ -513,7 +513,7 @@ class StalenessTest(absltest.TestCase):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     stop = threading.Event()
     numbers = []
-    sample = pipeline.Batches.sample
+    sample = batches_lib.Batches.sample
     original = create
 
     def numbered(batches, params, number, staleness):
@@ -526,7 +526,7 @@ class StalenessTest(absltest.TestCase):
       return original(base_url, messages, **fields)
 
     with (
-        mock.patch.object(pipeline.Batches, 'sample', numbered),
+        mock.patch.object(batches_lib.Batches, 'sample', numbered),
         mock.patch(__name__ + '.create', stopping),
     ):
       stopped = train_ahead(kind, workdir, StopSignal(stop.is_set))

@@ -13,7 +13,7 @@ import pytest
 
 from stppo_jax.assembly import components
 from stppo_jax.evaluation import sample as sample_lib
-from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import saved
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
@@ -62,7 +62,7 @@ class ReplayTest(parameterized.TestCase):
     loop.start(config, workdir)
     replay, again = self.make('again', **values)
     replay.rollout.replay = os.path.join(workdir, 'episodes')
-    with mock.patch.object(pipeline.Batches, 'sample', side_effect=AssertionError('sampled')):
+    with mock.patch.object(batches_lib.Batches, 'sample', side_effect=AssertionError('sampled')):
       loop.start(replay, again)
     theirs, ours = (tiny_run.comparable_metrics(x, OF_SAMPLING) for x in (workdir, again))
     self.assertEqual(ours, theirs)

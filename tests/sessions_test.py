@@ -13,8 +13,8 @@ import numpy as np
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
 from stppo_jax.text import template as template_lib
 from stppo_jax.text import turns as turns_lib
@@ -200,8 +200,8 @@ class EpisodeScoreTest(absltest.TestCase):
     records = episodes_lib.to_records(self.rows, tokenizer, 1, 'train')
     again = list(map(Episode.from_dict, records))
     self.assertEqual(self.advantages(again), self.advantages(self.rows))
-    sampled = pipeline.to_json(batching.Sampled(1, 0, self.rows, {}))
-    restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
+    sampled = batches_lib.to_json(batching.Sampled(1, 0, self.rows, {}))
+    restored = batches_lib.from_json(sampled, [row.task for row in self.rows]).episodes
     self.assertEqual(self.advantages(restored), self.advantages(self.rows))
 
   def test_logged_score_equals_evaluation(self):

@@ -56,7 +56,7 @@ def chat(
   """
   screen = Screen(out or sys.stdout)
   agent = make_agent(config, model, screen)
-  params = agent.sampler.copy(params)
+  policy = agent.sampler.copy(params)
   is_typed = lines is None and sys.stdin.isatty()
   if is_typed:
     lines = _typed_lines()
@@ -69,7 +69,7 @@ def chat(
       screen.write_line(_PROMPT + question)
     task = types.Task(f'chat-{number}', question, dataset='chat')
     try:
-      play(agent, params, task, screen)
+      play(agent, policy, task, screen)
     except KeyboardInterrupt:
       screen.mark('note', 'left')
 
@@ -118,7 +118,9 @@ def _typed_lines() -> Iterator[str]:
       print()
 
 
-def play(agent: agent_lib.Agent, params: Any, task: types.Task, screen: 'Screen') -> types.Episode:
+def play(
+    agent: agent_lib.Agent, params: object, task: types.Task, screen: 'Screen'
+) -> types.Episode:
   """Plays an episode about a question, and shows how it ended without an answer."""
   keys = episode_lib.row_keys(jax.random.key(agent.config.seed), [task])
   is_greedy = players.temperature(agent.config) == 0
@@ -145,7 +147,7 @@ class ShownEnv:
     self._screen = screen
     self._cut = cut
 
-  def __getattr__(self, name: str) -> Any:
+  def __getattr__(self, name: str) -> object:
     return getattr(self._env, name)
 
   def step(self, action: str, **passages: Any) -> protocol.Step:

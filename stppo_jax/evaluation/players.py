@@ -24,8 +24,8 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batches
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
@@ -94,13 +94,13 @@ def row_keys(config: Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Arr
 
 def check_failures(config: Config, episodes: Sequence[types.Episode]) -> None:
   """Raises a RunError if retrieval or the environment failed in too many episodes."""
-  share = pipeline.failed_share(episodes)
+  share = batches.failed_share(episodes)
   if share > config.retriever.max_failed_share:
     raise RunError(
         f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
         'give the same command again'
     )
-  pipeline.check_environment(episodes, config.rollout.max_failed)
+  batches.check_environment(episodes, config.rollout.max_failed)
 
 
 class LocalPlayer(Player):

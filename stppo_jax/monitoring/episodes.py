@@ -18,8 +18,8 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.rollout import batches
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline
 from stppo_jax.text import tokenizer as tokenizer_lib
 
 _TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
@@ -96,8 +96,8 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
     metrics[f'env/{name}_share'] = sum(counts(name)) / num_turns
   truncated = [row.truncated for row in rows]
   metrics['env/truncated'] = _mean(truncated)
-  metrics['env/retrieval_failed'] = pipeline.failed_share(rows)
-  metrics['env/environment_failed'] = pipeline.environment_failed_share(rows)
+  metrics['env/retrieval_failed'] = batches.failed_share(rows)
+  metrics['env/environment_failed'] = batches.environment_failed_share(rows)
   metrics['env/prompt_too_long'] = _mean(counts('prompt_too_long'))
   num_tokens = max(sum(lengths['stppo/agent_tokens']), 1)
   by_role: dict[str, list[types.Episode]] = {}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import contextlib
 import json
 import time
-from typing import Any
 
 from absl import logging
 
@@ -19,7 +18,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
-from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import batches
 from stppo_jax.text import tokenizer as tokenizer_lib
 
 
@@ -38,7 +37,7 @@ class Journal(contextlib.ExitStack):
   def __init__(
       self,
       workdir: str,
-      config: Mapping[str, Any],
+      config: Mapping[str, object],
       first: int,
       core_metrics: Sequence[str] = (),
       unfinished: bool = False,
@@ -94,7 +93,7 @@ class Journal(contextlib.ExitStack):
       by_hops_texts = [f'{name[-5:]} {scores[name]:.3f}' for name in by_hops]
       line += f'  ({"  ".join(by_hops_texts)})'
     logging.info('held out after %d updates: %s', n, line)
-    if failed := pipeline.failed_share(episodes):
+    if failed := batches.failed_share(episodes):
       logging.warning(
           'retrieval failed in %.0f%% of the held-out episodes: they count with the score that '
           'they got without it',

@@ -12,7 +12,7 @@ Most metrics come from these files:
   monitoring/episodes.py   episodes, with what the environment gives in `info['metrics']`
   monitoring/outcomes.py   numbers of episodes by how they ended
   monitoring/health.py     whether a limit of config.health is exceeded
-  rollout/sequences.py     sampling of turns; pipeline.py that of batches
+  rollout/sequences.py     sampling of turns; batches.py that of batches
   training/run.py          time and throughput of an update
   scores.py                held-out episodes
 
@@ -85,7 +85,7 @@ class MetricsWriter:
       if is_rollback:
         logging.info('%s: the rollback continues as a new run, with the steps before it', tracker)
 
-  def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+  def write(self, step: int, scalars: Mapping[str, object]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""
     reserved = {'step', 'time', 'nonfinite'} & set(scalars)
     assert not reserved, f'reserved metric names: {sorted(reserved)}'
@@ -114,7 +114,7 @@ class MetricsWriter:
     self.close()
 
 
-def read_metrics(workdir: str) -> list[dict[str, Any]]:
+def read_metrics(workdir: str) -> list[dict[str, object]]:
   """Returns the lines of `workdir`/metrics.jsonl in file order; [] if the file does not exist yet.
 
   An unreadable line (torn by a crash, or still being written) is left out.
@@ -144,7 +144,7 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
 def progress_line(
     step: int,
     total: int,
-    scalars: Mapping[str, Any],
+    scalars: Mapping[str, object],
     elapsed_s: float,
     first_step: int = 0,
     core_metrics: Sequence[str] = ('em',),
@@ -174,7 +174,7 @@ def progress_line(
   return '  '.join(parts)
 
 
-def summarize(prefix: str, array: Any) -> dict[str, float]:
+def summarize(prefix: str, array: object) -> dict[str, float]:
   """Returns {prefix/mean, prefix/max, prefix/min} of an array; {} of an empty one."""
   values = np.asarray(array, np.float64)
   if not values.size:

@@ -1,6 +1,7 @@
 """The rollout: from tasks to episodes, and from episodes to a TurnBatch.
 
-pipeline.py   picks the tasks of a batch and samples batches ahead of training
+batches.py    picks the tasks of a batch, plays its groups and waits for a failed retriever
+pipeline.py   samples batches ahead of training, in a thread
 agent.py      makes an environment per task and plays them (prepare.py loads what it needs)
 episode.py    task -> prompt; turn and environment step -> next prompt; keeps each Episode
 sequences.py  the protocol between episodes and what samples their turns

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
@@ -34,20 +34,19 @@ from stppo_jax.text import tokenizer as tokenizer_lib
 class Agent:
   """Turns parameters and questions into episodes."""
 
-  config: Any  # the run's Config
+  config: Config
   tokenizer: tokenizer_lib.Tokenizer
   model: decoder.ModelConfig  # the policy's shape
   env: factory.EnvFactory  # makes an environment per episode
-  retriever: Any  # retrieval.protocol.Retriever, or None
-  sampler: Any  # a sequences.PolicySampler at the training temperature
-  greedy: Any  # evaluation's; shares the compiled programs
+  retriever: protocol.Retriever | None
+  sampler: sequences.PolicySampler  # at the training temperature
+  greedy: sequences.PolicySampler  # evaluation's; shares the compiled programs
   report: sequences.Report | None = None  # about the newest `play`
   run: sequences.Play = engine.run  # samples the turns
-  batches: type[pipeline.Batches] = pipeline.Batches  # how a run plays its batches
 
   def play(
       self,
-      params: dict,
+      params: object,
       tasks: Sequence[types.Task],
       keys: jax.Array,  # [episodes]
       groups: Sequence[int] | None = None,  # None: each episode is one
@@ -109,7 +108,7 @@ class Agent:
 
   def set_stop_signal(self, stop_signal: StopSignal) -> None:
     """Gives the retriever the signal of the run, if it takes one."""
-    if hasattr(self.retriever, 'stop_signal'):
+    if self.retriever is not None and hasattr(self.retriever, 'stop_signal'):
       self.retriever.stop_signal = stop_signal
 
   @contextlib.contextmanager
@@ -117,7 +116,7 @@ class Agent:
       self,
       workdir: str,
       updates: int,
-      params: Any,
+      params: sequences.PolicyParams,
       tasks: Sequence[types.Task],
       stop_signal: StopSignal,
   ) -> Iterator[None]:
@@ -126,14 +125,14 @@ class Agent:
     del workdir, updates, params, tasks, stop_signal
     yield
 
-  def gap(self, params: Any) -> float | None:
+  def gap(self, params: sequences.PolicyParams) -> float | None:
     """Returns the mean |dlogp| of sampler and trainer with the same weights; None: not measured."""
     del params
     return None
 
 
 def make_sampler(
-    config,
+    config: Config,
     model: decoder.ModelConfig,
     stop_table: np.ndarray,
     eos_ids: Sequence[int],
@@ -179,7 +178,7 @@ def make_sampler(
 
 
 def row_sharding(
-    config, model: decoder.ModelConfig, mesh: jax.sharding.Mesh | None
+    config: Config, model: decoder.ModelConfig, mesh: jax.sharding.Mesh | None
 ) -> jax.sharding.NamedSharding | None:
   """Returns the sharding of the sampler's rows over the devices of `mesh`; None: one device."""
   if mesh is None or mesh.size == 1:

@@ -34,7 +34,7 @@ class Unsampled:
 
   number: int
   staleness: int
-  params: Any  # a `copy` of the parameters that will sample it
+  params: object  # a `copy` of the parameters that will sample it
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:

@@ -48,7 +48,7 @@ CALLS = 2  # in progress at once: queued on an accelerator, side by side on a CP
 
 def run(
     sampler: sampler_lib.Sampler,
-    params: Any,
+    params: sequences_lib.PolicyParams,
     prompts: Sequence[Prompt],
     keys: jax.Array,
     respond: sequences_lib.Respond,

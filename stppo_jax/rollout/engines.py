@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,36 +20,40 @@ from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_export
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batches
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import remote
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sequences
 from stppo_jax.rollout import servers
 from stppo_jax.stop_signal import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteBatches(pipeline.Batches):
+class RemoteBatches(batches.Batches):
   """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
 
   Sampling runs no computation on devices. So it can run in a thread during training, with any
   number of devices and processes.
   """
 
-  def sample(self, params: Any, number: int, staleness: int) -> batching.Sampled:
+  agent: 'RemoteAgent'
+
+  def sample(self, params: object, number: int, staleness: int) -> batching.Sampled:
     """Plays the batch. Process 0 calls it, from any thread."""
     with hosts.alone():
       sampled = super().sample(params, number, staleness)
-    sampled.measured['engine/push_s'] = self.agent.sampler.fleet.take_push_s()
+    sampled.measured['engine/push_s'] = self.agent.take_push_s()
     return sampled
 
   def receive(self, wait: Callable[[], batching.Sampled]) -> batching.Sampled:
     """Returns the batch that `wait` returns on process 0."""
     if hosts.num_processes() == 1:
       return wait()
-    return self.restored(hosts.by_writer(lambda: pipeline.to_json(wait())))
+    return self.restored(hosts.by_writer(lambda: batches.to_json(wait())))
 
   def to_save(
       self, ahead: Sequence[batching.Sampled | batching.Unsampled]
@@ -62,14 +65,16 @@ class RemoteBatches(pipeline.Batches):
     """
     return [batch for batch in ahead if isinstance(batch, batching.Sampled)]
 
-  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
+  def until_answered(
+      self, play: Callable[[], list[types.Episode]]
+  ) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run, on process 0."""
     if hosts.num_processes() == 1:
       return super().until_answered(play)
 
     def play_alone():
       with hosts.alone():
-        episodes, replays = pipeline.Batches.until_answered(self, play)
+        episodes, replays = batches.Batches.until_answered(self, play)
       return [episode.to_dict() for episode in episodes], replays
 
     records, replays = hosts.by_writer(play_alone)
@@ -90,7 +95,7 @@ class RemoteAgent(agent_lib.Agent):
       self,
       workdir: str,
       updates: int,
-      params: Any,
+      params: sequences.PolicyParams,
       tasks: Sequence[types.Task],
       stop_signal: StopSignal,
   ) -> Iterator[None]:
@@ -117,7 +122,8 @@ class RemoteAgent(agent_lib.Agent):
     stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
     fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, stop_signal)
     distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
-    self.sampler = remote.RemoteSampler(fleet, distribution)
+    self._remote_sampler = remote.RemoteSampler(fleet, distribution)
+    self.sampler = self._remote_sampler
     self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
     self._prompts = hosts.by_writer(self._probe_prompts, tasks)
     self._score = jax.jit(functools.partial(_score, self.model))
@@ -125,14 +131,18 @@ class RemoteAgent(agent_lib.Agent):
       self._check(params, at_start=True)
       yield
 
-  def gap(self, params: Any) -> float | None:
+  def gap(self, params: sequences.PolicyParams) -> float | None:
     """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
     return self._check(params)
 
+  def take_push_s(self) -> float:
+    """Returns the seconds that the engines took for new weights since the last call."""
+    return self._remote_sampler.fleet.take_push_s()
+
   def _check(self, params, at_start=False):
     return remote.check_agreement(
-        self.sampler,
-        self.sampler.copy(params),
+        self._remote_sampler,
+        self._remote_sampler.copy(params),
         self._prompts,
         lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
         at_start,
@@ -184,5 +194,6 @@ def with_engines(agent: agent_lib.Agent) -> RemoteAgent:
   """Returns an agent with the engines of config.rollout.engine as its sampler."""
   fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
   fields['run'] = remote.run
-  fields['batches'] = RemoteBatches
-  return RemoteAgent(**fields, stop_table=agent.sampler.stop_table)
+  sampler = agent.sampler
+  assert isinstance(sampler, sampler_lib.Sampler)
+  return RemoteAgent(**fields, stop_table=sampler.stop_table)

@@ -29,7 +29,6 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sequences
 from stppo_jax.text import tokenizer as tokenizer_lib
 
@@ -73,8 +72,8 @@ class EpisodeRules:
 
 
 def play(
-    sampler: sampler_lib.Sampler,
-    params,
+    sampler: sequences.PolicySampler,
+    params: object,
     tokenizer: tokenizer_lib.Tokenizer,
     inputs: EpisodeInputs,
     rules: EpisodeRules,

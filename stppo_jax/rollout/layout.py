@@ -11,8 +11,6 @@ needs the same copy of W, and per token two more products for each kernel and tw
 for each layer. The price of merging: in bfloat16 the sum is rounded, where the trainer rounds W.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -40,7 +38,9 @@ def context_sharding(row_sharding: NamedSharding | None) -> NamedSharding | None
   return NamedSharding(row_sharding.mesh, P(rows, 'tensor'))
 
 
-def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> Any:
+def copy_function(
+    model: decoder.ModelConfig, row_sharding: NamedSharding | None
+) -> jax.stages.Wrapped:
   """Returns the jitted function that copies a policy for sampling.
 
   The copy has no adapters and no value head. Kernels are in the dtype of the computation, norms as
@@ -48,7 +48,7 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
   shares no buffer with the policy, which training donates.
   """
 
-  between: Any = None
+  between = None
   places = None
   if row_sharding is not None:
     from stppo_jax.rollout import sampling_mesh
@@ -60,7 +60,7 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
     between = sampling_mesh.ordered(devices.reshape(1, data, tensor))
     places = sampling_mesh.copy_shardings(model, row_sharding)
 
-  def copy(params):
+  def copy(params: decoder.Params) -> decoder.Params:
     policy = {name: branch for name, branch in params.items() if name != 'value_head'}
     if decoder.has_adapters(policy):
       from stppo_jax.models import lora
@@ -76,6 +76,6 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
   return jax.jit(copy, out_shardings=places)
 
 
-def is_copy(params: Any) -> bool:
+def is_copy(params: object) -> bool:
   """Returns whether the parameters are the result of a `copy_function`."""
-  return isinstance(params['layers'], tuple)
+  return isinstance(params, dict) and isinstance(params['layers'], tuple)

@@ -307,7 +307,7 @@ class WeightFolders:
   """
 
   def __init__(
-      self, folder: str, first_version: int, num_versions: int, write: Callable[[Any, str], None]
+      self, folder: str, first_version: int, num_versions: int, write: Callable[[object, str], None]
   ):
     self._folder = os.path.abspath(folder)
     self._versions = itertools.count(first_version)
@@ -321,7 +321,7 @@ class WeightFolders:
     """The version that was written last."""
     return self._written[-1]
 
-  def copy(self, params: Any) -> RemoteWeights:
+  def copy(self, params: object) -> RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
 
     All processes call it. The folder appears complete, under its final name.
@@ -501,7 +501,7 @@ class RemoteSampler:
   fleet: Fleet
   distribution: sampling.Distribution
 
-  def copy(self, params: Any) -> RemoteWeights:
+  def copy(self, params: object) -> RemoteWeights:
     """Returns the policy as the engines read it."""
     if isinstance(params, RemoteWeights):
       return params

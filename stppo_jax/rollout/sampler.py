@@ -180,7 +180,7 @@ class Sampler:
     other.records_routes = False  # nobody trains on what it samples
     return other
 
-  def copy(self, params: Any) -> Any:
+  def copy(self, params: object) -> object:
     """Returns the policy as `prefill` and `decode` read it best; a copy is returned as it is.
 
     A list may hold several policies. The copy shares no buffer with `params`.
@@ -313,7 +313,7 @@ class Sampler:
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
-    return self._copy.eval_shape(params)
+    return jax.eval_shape(self._copy, params)
 
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
     """Traces 'copy', 'prefill' (the largest chunk), 'decode' and 'grow' (to so many slots).

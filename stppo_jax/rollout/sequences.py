@@ -22,6 +22,10 @@ from typing import Protocol
 import jax
 
 from stppo_jax import types
+from stppo_jax.models.decoder import Params
+
+# The parameters of a policy, or a list of those of several policies.
+PolicyParams = Params | list[Params]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +96,11 @@ Respond = Callable[[list[TurnCompletion]], list[Prompt]]  # steps environments, 
 class PolicySampler(Protocol):
   """A policy's sampler, in this process or elsewhere."""
 
-  def copy(self, params: Any) -> Any:
-    """Returns the policy of some parameters as it is sampled from, in separate buffers."""
+  def copy(self, params: object) -> object:
+    """Returns the policy of some parameters as it is sampled from, in separate buffers.
+
+    The form of a copy is that of the sampler. A copy is returned as it is.
+    """
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function."""
@@ -104,8 +111,8 @@ class Play(Protocol):
 
   def __call__(
       self,
-      sampler: Any,  # a PolicySampler of the kind that the function knows
-      params: Any,
+      sampler: Any,  # the PolicySampler that the function knows
+      params: Any,  # in the form of its copies
       prompts: Sequence[Prompt],
       keys: jax.Array,
       respond: Respond,

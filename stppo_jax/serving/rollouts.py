@@ -17,7 +17,6 @@ from concurrent import futures
 import dataclasses
 import math
 import time
-from typing import Any
 
 from absl import logging
 import jax
@@ -34,6 +33,7 @@ from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.net import calls
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sequences
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
@@ -61,12 +61,13 @@ class _ProgramRun:
 class ProgramAgent(agent_lib.Agent):
   """Turns parameters and questions into episodes, which an agent program plays."""
 
+  sampler: sampler_lib.Sampler
   program: program_lib.Program = dataclasses.field(kw_only=True)
   warnings: set[str] = dataclasses.field(default_factory=set, kw_only=True)  # logged so far
 
   def play(
       self,
-      params: dict,
+      params: object,
       tasks: Sequence[types.Task],
       keys: jax.Array,  # [episodes]
       groups: Sequence[int] | None = None,
@@ -78,6 +79,7 @@ class ProgramAgent(agent_lib.Agent):
     With `groups`, which training gives, every segment of a session is a row. Without, the longest
     segment stands for the episode, with the rewards of all turns.
     """
+    assert isinstance(params, dict)
     started = time.perf_counter()
     rollout = self.config.rollout
     sampling = sessions.Sampling(rollout.temperature, rollout.top_p, rollout.max_turn)
@@ -150,7 +152,7 @@ class ProgramAgent(agent_lib.Agent):
 
   def _run_programs(
       self,
-      server: Any,  # http_server.Server, whose libraries may not be installed
+      server: object,  # http_server.Server, whose libraries may not be installed
       tasks: Sequence[types.Task],
       keys: jax.Array,
       sampling: sessions.Sampling,
@@ -178,7 +180,7 @@ class ProgramAgent(agent_lib.Agent):
 
   def _run_program(
       self,
-      server: Any,
+      server: object,
       sampling: sessions.Sampling,
       programs_over: StopSignal,
       task: types.Task,
@@ -352,7 +354,7 @@ def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None
     logging.warning('%s', problems)
 
 
-def _finite(kind: str, reward: Any) -> float:
+def _finite(kind: str, reward: object) -> float:
   """Returns a program's reward as a float, or raises ValueError."""
   number = float(reward)
   if not math.isfinite(number):

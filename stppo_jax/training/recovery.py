@@ -25,8 +25,8 @@ from stppo_jax.assembly import components
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.settings import validation
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -178,7 +178,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
   """The checkpoints of a run in progress, with its position and the batches ahead."""
 
   def resume(
-      self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, skip_through: int | None
+      self, learners: learner_lib.Learners, batches: batches_lib.Batches, skip_through: int | None
   ) -> tuple[Progress, list[Ahead]]:
     """Restores the newest checkpoint, if there is one: (progress, batches ahead, the next first).
 
@@ -230,7 +230,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
     unsampled = []
     for batch in ahead:
       if isinstance(batch, batching.Sampled):
-        sampled.append(pipeline_lib.to_json(batch))
+        sampled.append(batches_lib.to_json(batch))
         continue
       copies[id(batch.params)] = batch.params
       number = list(copies).index(id(batch.params))

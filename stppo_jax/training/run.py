@@ -31,10 +31,12 @@ from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import scores as scores_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import sequences
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
@@ -164,10 +166,10 @@ def _make_teacher(config):
 def make_batches(
     config: Config,
     agent: agent_lib.Agent,
-    policy: Callable,
+    policy: Callable[[sequences.PolicyParams], sequences.PolicyParams],
     tasks: list[types.Task],
     stop_signal: StopSignal,
-) -> pipeline_lib.Batches:
+) -> batches_lib.Batches:
   """Makes the batches of a run: its tasks, and how they are played.
 
   The signal ends a batch in progress. `policy` combines trained with frozen
@@ -175,7 +177,12 @@ def make_batches(
   """
   group_size = config.rollout.group_size
   agent.set_stop_signal(stop_signal)
-  return agent.batches(
+  make: type[batches_lib.Batches] = batches_lib.Batches
+  if config.rollout.engine and not agent.env.is_program:
+    from stppo_jax.rollout import engines
+
+    make = engines.RemoteBatches
+  return make(
       agent,
       policy,
       tasks_lib.TaskStream(tasks, config.train.episodes // group_size, config.seed),
@@ -366,7 +373,7 @@ class Run:
   learners: learner_lib.Learners
   agent: agent_lib.Agent
   held_out: list[types.Task]
-  batches: pipeline_lib.Batches  # how the batches are played
+  batches: batches_lib.Batches  # how the batches are played
   pipeline: pipeline_lib.Pipeline  # gives the batches
   checkpoints: recovery.RunCheckpoints
   journal: journal_lib.Journal
@@ -510,7 +517,7 @@ class Run:
       episodes, _ = self.batches.until_answered(play)
       gap = self.agent.gap(self.learners.policy(self.learners.actor))
       scores = scores_lib.scores(episodes)
-    pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
+    batches_lib.check_environment(episodes, self.config.rollout.max_failed)
     self.journal.log_evaluation(n, scores, episodes, self.agent.tokenizer)
     self.scores = scores | {'timing_s/testing': time.perf_counter() - started}
     if gap is not None:
