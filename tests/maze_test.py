@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from examples.maze import compare
 from examples.maze import config as maze
@@ -19,6 +20,7 @@ from stppo_jax.assembly import components
 from stppo_jax.settings import validation
 from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.types import Task
+from tests.support import tiny_run
 
 OPTIMUM = -6.84  # published
 DATA = -83  # published, the mean return of the authors' data
@@ -190,8 +192,35 @@ class CompareTest(absltest.TestCase):
       searches = [(rate, compare.SEARCH_SEED) for rate in compare.RATES]
       seeds = [(compare.RATES[1], seed) for seed in compare.SEEDS]
       self.assertEqual([(job.lr, job.seed) for job in own], searches + seeds)
-      self.assertLen(order, len(compare.METHODS) * (len(searches) + len(seeds)))
+      num_runs = len(compare.METHODS) * (len(searches) + len(seeds))
+      self.assertLen(order, len(compare.first_jobs()) + num_runs)
       self.assertEmpty(list(compare.plan(path)))
+
+  @pytest.mark.slow
+  def test_run_leaves_its_record(self):
+    job = compare.Job('st_ppo', 'partly', 1e-3, 0)
+    make_config = compare.make_config
+
+    def make_small_config(job):
+      config = make_config(job)
+      config.train.updates = 2
+      config.train.episodes = 8
+      config.train.critic_warmup = 0
+      return config
+
+    self.enterContext(tiny_run.on_one_device())
+    self.enterContext(mock.patch.object(compare, 'make_config', make_small_config))
+    self.enterContext(mock.patch.object(compare, 'SAMPLES', 1))
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / 'results' / 'maze.jsonl'
+      compare.run(job, pathlib.Path(folder) / 'runs', path)
+      records = compare.read_records(path)
+      self.assertEmpty(list((pathlib.Path(folder) / 'runs').iterdir()))
+    record = records[job]
+    self.assertBetween(record['sampled'], -401, OPTIMUM)
+    self.assertBetween(record['solved'], 0, 1)
+    self.assertLen(record['curve'], 2)
+    self.assertEqual([step for step, _ in record['greedy']], [0, 2])
 
 
 if __name__ == '__main__':

@@ -13,8 +13,8 @@ def get_config(mode=''):
   config.env.kind = 'examples.maze.env:Maze'
   config.env.options = {'observed': 'fully'}
   config.rollout.max_prompt = 16
-  config.rollout.max_turn = 4
-  config.rollout.max_observation = 4
+  config.rollout.max_turn = 2
+  config.rollout.max_observation = 2
   config.rollout.max_total = 320
   config.rollout.chunks = (2, 8)
   config.algorithm.gamma = 0.99
@@ -25,8 +25,8 @@ def get_config(mode=''):
   config.train.updates = 40
   config.train.episodes = 32
   config.train.mini_batch = 4
-  config.train.micro_batch = 1
-  config.train.critic_warmup = 2
+  config.train.micro_batch = 2
+  config.train.critic_warmup = 0 if mode == 'smoke' else 2  # of two updates
   config.train.length_buckets = (320,)
   config.eval.every = 20
   if mode == 'partly':
