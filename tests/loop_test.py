@@ -50,7 +50,7 @@ NAMES = tuple("""
   rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
   rollout_corr/rollout_is_min rollout_corr/rollout_is_eff_sample_size stppo/grad_norm
   stppo/bias_norm stppo/divisor stppo/step_norm stppo/ratio_std_token
-  stppo/applied_factor stppo/grad_factor stppo/entering_factor
+  stppo/applied_factor stppo/grad_factor
   stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
   stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid_share env/truncated
   env/retrieval_failed env/environment_failed env/replays env/invalid_share env/repeated_share

@@ -40,7 +40,7 @@ SERIES = {
     'factor': 'stppo/applied_factor',
     'factor_min': 'stppo/applied_factor_min',
     'factor_max': 'stppo/applied_factor_max',
-    'entering': 'stppo/entering_factor',
+    'entering': 'stppo/grad_factor',
     'step': 'stppo/step_norm',
     'entropy': 'actor/entropy',
     'kl': 'actor/ppo_kl',

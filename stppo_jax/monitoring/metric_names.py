@@ -102,8 +102,6 @@ GROUPS: dict[str, dict[str, str]] = {
             'Norm of the gradient that the optimizer gets, relative to its norm without the '
             'division.'
         ),
-        'stppo/entering_norm': 'The name of `stppo/optimizer_grad_norm` in version 0.8.',
-        'stppo/entering_factor': 'The name of `stppo/grad_factor` in version 0.8.',
         'stppo/applied_factor': (
             'Length of the applied step relative to the step without the division, as a mean over '
             'the steps of the update.'

@@ -606,9 +606,6 @@ def _divide(inputs, summed, bias):
   metrics['actor/grad_norm'] = divided.norm_before_clip
   metrics['stppo/optimizer_grad_norm'] = divided.norm
   metrics['stppo/grad_factor'] = divided.factor
-  # The names of these two in version 0.8.
-  metrics['stppo/entering_norm'] = divided.norm
-  metrics['stppo/entering_factor'] = divided.factor
   if variant.divisor == 'none':
     divided = divided._replace(undivided=None)
   return divided, metrics

@@ -40,7 +40,7 @@ def rows(method, seed):
           'stppo/bias_norm': 0.01,
           'actor/pg_clipfrac': 0.1,
           'stppo/applied_factor': 0.25 if n < 3 else 1.0,
-          'stppo/entering_factor': 0.5,
+          'stppo/grad_factor': 0.5,
       }
     made.append(row)
   return made
