@@ -13,7 +13,6 @@ Einsum letters are those of `types.py`; g is the number of query heads per key h
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-from typing import Any
 from typing import Protocol
 
 from absl import logging
@@ -30,6 +29,9 @@ NUM_BLOCKS = 4  # the plain backend has at most this many blocks of queries
 MIN_BLOCK = 64  # and at least this many queries per block
 
 
+Rope = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]  # (cos, sin), see `angles`
+
+
 class RopeScaling(Protocol):
   """A scaling of rotary positions, see rope_scaling.py."""
 
@@ -39,7 +41,7 @@ class RopeScaling(Protocol):
   def longest_row(self) -> int:
     """Returns the tokens of the longest row that it makes possible. 0: config.json counts them."""
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> dict[str, object]:
     """Returns the scaling as config.json has it."""
 
 
@@ -433,9 +435,7 @@ def frequencies(width: int, theta: float, scaling: RopeScaling | None = None) ->
   return radians.astype(np.float32)
 
 
-def angles(
-    positions: jax.Array | np.ndarray, radians: np.ndarray, factor: float = 1.0
-) -> tuple[Any, Any]:
+def angles(positions: jax.Array | np.ndarray, radians: np.ndarray, factor: float = 1.0) -> Rope:
   """Returns (cos, sin) [B,T,1,H/2] float32 of positions [B,T]; NumPy positions give constants.
 
   Both are multiplied by `factor`, see `rope_scaling.YarnScaling`.
@@ -449,7 +449,7 @@ def angles(
   return cos * scale, sin * scale
 
 
-def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
   """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions.
 
   With angles for fewer channels the rest stays as it is (GPT-NeoX, arXiv 2204.06745, section 2.1).

@@ -1,12 +1,12 @@
 """Writes Hugging Face folders: config.json, weights and tokenizer, one tensor at a time."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
 import math
 import pathlib
 import shutil
-from typing import Any
 
 from absl import logging
 import jax
@@ -127,7 +127,9 @@ def dtype_to_write(source: str | pathlib.Path, param_dtype: str) -> str:
   return 'bfloat16' if stored_dtype(source) == 'bfloat16' else param_dtype
 
 
-def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
+def to_json(
+    config: decoder.ModelConfig, dtype: str, token_ids: Mapping[str, object]
+) -> dict[str, object]:
   """Returns config.json as transformers 4 and 5 read it, with `token_ids` added."""
   family = families.find(config.family)
   kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
@@ -166,7 +168,7 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
         'label2id': {label: k for k, label in enumerate(config.value_labels)},
         'classifier_dropout': 0.0,
     }
-  return raw | token_ids
+  return {**raw, **token_ids}
 
 
 def readable_by_auto_tokenizer(
@@ -208,7 +210,7 @@ def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.M
     write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
 
 
-def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, raw: Mapping[str, object]) -> None:
   """Writes indented JSON."""
   path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')
 

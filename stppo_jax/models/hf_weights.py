@@ -46,7 +46,7 @@ def load_hf(
     head: str = 'tokens',
     param_dtype: str = 'float32',
     dtype: str = 'float32',
-    shardings: Callable[[Any], Any] | None = None,
+    shardings: Callable[[decoder.Params], decoder.Params] | None = None,
     value_labels: tuple[str, ...] = ('value',),
 ) -> tuple[decoder.ModelConfig, decoder.Params]:
   """Loads (ModelConfig, params) from a folder with config.json and safetensors.

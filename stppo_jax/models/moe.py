@@ -159,7 +159,7 @@ class Experts(nn.Module):
     return y, routing
 
 
-def route_dtype(num_experts: int) -> Any:
+def route_dtype(num_experts: int) -> jax.typing.DTypeLike:
   """Returns the smallest type of an expert's number, in which routes are stored."""
   return jnp.uint8 if num_experts <= 256 else jnp.uint16
 

@@ -10,8 +10,10 @@ Every scaling divides some frequencies by its factor and keeps the others:
           pair (Peng et al., arXiv 2309.00071, section 3.2).
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import math
+import pathlib
 from typing import Any
 from typing import NamedTuple
 
@@ -35,7 +37,7 @@ class LinearScaling(NamedTuple):
     """Returns 0: max_position_embeddings of config.json counts the scaled positions."""
     return 0
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> dict[str, object]:
     """Returns the scaling as config.json has it."""
     return _to_json('linear', self)
 
@@ -60,7 +62,7 @@ class Llama3Scaling(NamedTuple):
     """Returns 0: max_position_embeddings of config.json counts the scaled positions."""
     return 0
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> dict[str, object]:
     """Returns the scaling as config.json has it."""
     return _to_json('llama3', self)
 
@@ -94,7 +96,7 @@ class YarnScaling(NamedTuple):
     """Returns the scaled positions, because Qwen's pages add the scaling to a shorter model."""
     return int(self.factor * self.original)
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> dict[str, object]:
     """Returns the scaling as config.json has it."""
     return _to_json('yarn', self)
 
@@ -118,7 +120,10 @@ _NEUTRAL_KEYS = {'mrope_section', 'mrope_interleaved', 'finetuned', 'name'}
 
 
 def read(
-    path: Any, rope: Mapping[str, Any], positions: int | None, number: Any
+    path: pathlib.Path,
+    rope: Mapping[str, object],
+    positions: int | None,
+    number: Callable[..., Any],
 ) -> attention.RopeScaling:
   """Returns the scaling of a rotation. `number(name, default, kind)` reads `rope`.
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import functools
 import math
 import re
-from typing import Any
+from typing import Protocol
+from typing import TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,6 +20,7 @@ from stppo_jax.types import UserError
 
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = P(('data', 'fsdp'))
+Tree = TypeVar('Tree')  # a tree of arrays, of their shapes or of their shardings
 HOST = 'pinned_host'  # the memory kind of arrays that are offloaded to the host
 
 # First match wins; a path that matches nothing is an error. Leading L axes are never split.
@@ -49,7 +51,23 @@ RULES = (
 )
 
 
-def mesh_of(settings: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+class MeshSizes(Protocol):
+  """The sizes of config.mesh. One of them may be -1, see `make_mesh`."""
+
+  @property
+  def data(self) -> int:
+    """Copies of the model."""
+
+  @property
+  def fsdp(self) -> int:
+    """Shards of each copy, by rows of a batch."""
+
+  @property
+  def tensor(self) -> int:
+    """Shards of heads, feed-forward and vocabulary."""
+
+
+def mesh_of(settings: MeshSizes, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
   """Makes the mesh that config.mesh describes."""
   return make_mesh(settings.data, settings.fsdp, settings.tensor, devices)
 
@@ -119,7 +137,7 @@ def check_host_memory(mesh: jax.sharding.Mesh) -> None:
     )
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: Tree) -> Tree:
   """Copies host-offloaded leaves to the device. Call it inside jit."""
 
   def fetch(x):
@@ -130,7 +148,7 @@ def to_device(tree: Any) -> Any:
   return jax.tree.map(fetch, tree)
 
 
-def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None = None) -> Any:
+def tree_shardings(tree: Tree, mesh: jax.sharding.Mesh, memory_kind: str | None = None) -> Tree:
   """Returns a NamedSharding per leaf (array or ShapeDtypeStruct), by RULES on the leaf's path.
 
   Scalars are replicated and stay on the device, whatever `memory_kind` says.
@@ -148,13 +166,13 @@ def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None =
   return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def shapes(tree: Any) -> Any:
+def shapes(tree: Tree) -> Tree:
   """Returns the ShapeDtypeStructs of arrays, with their shardings."""
   shardings = jax.tree.map(lambda x: x.sharding, tree)
   return placed(tree, shardings)
 
 
-def placed(tree: Any, shardings: Any) -> Any:
+def placed(tree: Tree, shardings: Tree) -> Tree:
   """Returns the ShapeDtypeStructs of a tree, with these shardings."""
 
   def shape(x, place):
@@ -189,7 +207,7 @@ def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Arra
   return jax.lax.with_sharding_constraint(x, row_sharding)
 
 
-def gradient_over_rows(params: Any, row_sharding: NamedSharding | None, width: int) -> Any:
+def gradient_over_rows(params: Tree, row_sharding: NamedSharding | None, width: int) -> Tree:
   """Returns the same parameters; their gradients are sharded on the axis of `width` D.
 
   The shards are those of the rows. The function serves a gradient that is summed over the steps of

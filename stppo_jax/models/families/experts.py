@@ -1,6 +1,10 @@
 """Mixtures of experts: Qwen3-MoE, and what Qwen3.5 shares with it."""
 
+import pathlib
 from typing import Any
+from typing import Protocol
+
+import numpy as np
 
 from stppo_jax.models.families import family
 from stppo_jax.models.families import qwen
@@ -12,12 +16,12 @@ COUNTS = dict.fromkeys(('num_experts', 'num_local_experts'), family.ANY)
 class QwenMoe(family.Family):
   """Every layer has experts."""
 
-  def feed_forward(self, path: Any, raw: dict[str, Any]) -> dict[str, Any]:
+  def feed_forward(self, path: pathlib.Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the experts."""
     return fields(path, raw)
 
 
-def fields(path: Any, raw: dict[str, Any]) -> dict[str, Any]:
+def fields(path: pathlib.Path, raw: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields of a mixture of experts. UserError: some of its layers are dense."""
   step = raw.get('decoder_sparse_step', 1)
   dense_layers = raw.get('mlp_only_layers')
@@ -43,10 +47,26 @@ def fields(path: Any, raw: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+Index = slice | tuple[slice, ...]
+
+
+class LazyTensor(Protocol):
+  """A tensor in a file, as safetensors gives it. An index reads a part of it."""
+
+  def get_shape(self) -> list[int]:
+    """Returns the shape of the tensor."""
+
+  def get_dtype(self) -> str:
+    """Returns the dtype of the tensor, by safetensors' name."""
+
+  def __getitem__(self, index: Index, /) -> np.ndarray:
+    """Reads a part of the tensor."""
+
+
 class ExpertPart:
   """The rows first to last of one expert of a tensor [E,..,..], as a lazy safetensors slice."""
 
-  def __init__(self, tensor: Any, expert: int, first: int, last: int):
+  def __init__(self, tensor: LazyTensor, expert: int, first: int, last: int):
     self._tensor = tensor
     self._expert = expert
     self._rows = slice(first, last)
@@ -59,18 +79,18 @@ class ExpertPart:
     """Returns the dtype of the tensor, by safetensors' name."""
     return self._tensor.get_dtype()
 
-  def __getitem__(self, index: Any) -> Any:
+  def __getitem__(self, index: Index, /) -> np.ndarray:
     return self._tensor[self._expert : self._expert + 1, self._rows][0][index]
 
 
-def split(stem: str, kind: str, tensor: Any) -> dict[str, Any]:
+def split(stem: str, kind: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
   """Returns a tensor of all experts of a layer under the names of each expert's own tensors."""
   shape = tensor.get_shape()
   if len(shape) != 3:
     return {f'{stem}.{kind}': tensor}
   names = ['gate_proj', 'up_proj'] if kind == 'gate_up_proj' else ['down_proj']
   size = shape[1] // len(names)
-  parts = {}
+  parts: dict[str, LazyTensor] = {}
   for expert in range(shape[0]):
     for i, name in enumerate(names):
       part = ExpertPart(tensor, expert, i * size, (i + 1) * size)

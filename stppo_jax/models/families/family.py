@@ -1,16 +1,23 @@
 """What all families share: how config.json describes layers and rotations."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
+import pathlib
 from typing import Any
+from typing import TypeVar
 
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
 # A tensor of a layer: name, path, shape and transpose of a `hf_config.Entry`.
 Row = tuple[str, str, tuple[int, ...], bool]
+# Reads a rotation of config.json, as (base, scaling).
+ReadRope = Callable[[Mapping[str, object]], tuple[float, attention.RopeScaling | None]]
+Number = TypeVar('Number', int, float)
 ABSENT = ''  # the path of a tensor that our model lacks, and that must be 0
 ANY = ('any',)  # in `Family.allowed`: the decoder has every value
 FULL = 'full_attention'
@@ -40,7 +47,9 @@ class Family:
   chooses_layers: bool = False
   shares_no_keys: bool = False
 
-  def layer_fields(self, path: Any, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+  def layer_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], num_layers: int
+  ) -> dict[str, Any]:
     """Returns the fields of ModelConfig that differ between layers, but for their rotation.
 
     UserError: layers that the decoder does not have.
@@ -56,7 +65,7 @@ class Family:
       fields['window'] = number(path, raw, 'sliding_window')
     return fields
 
-  def rotary_layers(self, path: Any, raw: dict[str, Any], num_layers: int) -> list[int]:
+  def rotary_layers(self, path: pathlib.Path, raw: dict[str, Any], num_layers: int) -> list[int]:
     """Returns 1 for each layer with rotary positions, else 0."""
     layers = raw.get('no_rope_layers')
     if layers and layers != [1] * len(layers):
@@ -65,7 +74,9 @@ class Family:
       raise unsupported(path, raw, 'no_rope_layer_interval', 'rotary positions in every layer')
     return [1] * num_layers
 
-  def layer_names(self, path: Any, raw: dict[str, Any], rotary: Sequence[int]) -> list[str]:
+  def layer_names(
+      self, path: pathlib.Path, raw: dict[str, Any], rotary: Sequence[int]
+  ) -> list[str]:
     """Returns transformers' name of each layer: those in config.json, or the family's."""
     window = self.window(path, raw)
     names = [self.layer_name(l, raw, window, rotary) for l in range(len(rotary))]
@@ -80,7 +91,7 @@ class Family:
       raise unsupported(path, raw, 'layer_types', str(names))
     return written
 
-  def window(self, path: Any, raw: dict[str, Any]) -> int | None:
+  def window(self, path: pathlib.Path, raw: dict[str, Any]) -> int | None:
     """Returns the number of tokens in a window. None: there are no windows."""
     del path, raw
     return None
@@ -98,17 +109,19 @@ class Family:
       return [FULL, WINDOW]
     return [FULL]
 
-  def feed_forward(self, path: Any, raw: dict[str, Any]) -> dict[str, Any]:
+  def feed_forward(self, path: pathlib.Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the feed-forward network."""
     return {'d_ff': number(path, raw, 'intermediate_size')}
 
-  def rope_fields(self, path: Any, raw: dict[str, Any], read_rope: Any) -> dict[str, Any]:
+  def rope_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], read_rope: ReadRope
+  ) -> dict[str, Any]:
     """Returns the rotations. `read_rope(raw)` reads one, as (base, scaling)."""
     del path
     theta, scaling = read_rope(raw)
     return {'rope_theta': theta, 'rope_scaling': scaling}
 
-  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+  def score_fields(self, path: pathlib.Path, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Returns the fields of attention scores and logits. UserError: another scale of scores."""
     scale = attention_scale(path, raw, head_dim)
     if scale:
@@ -123,15 +136,16 @@ class Family:
     del config
     return []
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
-    raw = {'rope_theta': config.rope_theta, 'rope_scaling': scaling_to_json(config.rope_scaling)}
+    scaling = scaling_to_json(config.rope_scaling)
+    raw: dict[str, object] = {'rope_theta': config.rope_theta, 'rope_scaling': scaling}
     if self.defaults:  # The default id may lie outside a small vocabulary.
       raw['pad_token_id'] = None
     return raw
 
 
-def attention_scale(path: Any, raw: Mapping[str, Any], head_dim: int) -> float:
+def attention_scale(path: pathlib.Path, raw: Mapping[str, object], head_dim: int) -> float:
   """Returns ModelConfig.attention_scale; 0 is 1 / sqrt(head_dim)."""
   scale = number(path, raw, 'attention_multiplier', head_dim**-0.5, float)
   scale *= (number(path, raw, 'query_pre_attn_scalar', head_dim, float) / head_dim) ** -0.5
@@ -149,16 +163,20 @@ def layers_to_json(config: decoder.ModelConfig) -> list[str]:
   return [names[kind] for kind in layer_types(config)]
 
 
-def scaling_to_json(scaling: Any) -> dict[str, Any] | None:
+def scaling_to_json(scaling: attention.RopeScaling | None) -> dict[str, object] | None:
   """Returns a scaling of a rotation as config.json has it."""
   return None if scaling is None else scaling.to_json()
 
 
 def number(
-    path: Any, raw: Mapping[str, Any], name: str, default: Any = None, kind: Any = int
-) -> Any:
+    path: pathlib.Path,
+    raw: Mapping[str, object],
+    name: str,
+    default: float | None = None,
+    kind: type[Number] = int,
+) -> Number:
   """Returns the positive number `raw[name]`, or the default. UserError: neither."""
-  value = raw.get(name)
+  value: Any = raw.get(name)
   if value is None:
     value = default
   if value is None:
@@ -173,7 +191,7 @@ def number(
   return kind(value)
 
 
-def flag(path: Any, raw: Mapping[str, Any], name: str) -> bool:
+def flag(path: pathlib.Path, raw: Mapping[str, object], name: str) -> bool:
   """Returns the truth value `raw[name]`; False if it is absent or null."""
   value = raw.get(name)
   if value is None:
@@ -183,7 +201,9 @@ def flag(path: Any, raw: Mapping[str, Any], name: str) -> bool:
   return value
 
 
-def unsupported(path: Any, raw: Mapping[str, Any], name: str, allowed: str) -> UserError:
+def unsupported(
+    path: pathlib.Path, raw: Mapping[str, object], name: str, allowed: str
+) -> UserError:
   """Returns the error for a setting that the decoder does not have."""
   return UserError(
       f'{path}: {name} = {raw[name]!r:.200} is not supported; allowed: {allowed}; '

@@ -1,6 +1,7 @@
 """Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786)."""
 
 import math
+import pathlib
 from typing import Any
 
 from stppo_jax.models import decoder
@@ -32,11 +33,11 @@ _ALLOWED = {'hidden_act': ('gelu_pytorch_tanh',), 'hidden_activation': ('gelu_py
 class Gemma2(windowed.WindowedFamily):
   """Scores and logits are capped, and every layer has the same rotation."""
 
-  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+  def score_fields(self, path: pathlib.Path, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Returns the fields of attention scores and logits."""
     return _scales(path, raw, head_dim)
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     return super().to_json(config) | _scales_to_json(config)
 
@@ -44,14 +45,15 @@ class Gemma2(windowed.WindowedFamily):
 class Gemma3(windowed.TwoRotations):
   """Layers with a window have a rotation of their own base."""
 
-  def score_fields(self, path: Any, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+  def score_fields(self, path: pathlib.Path, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Returns the fields of attention scores and logits."""
     return _scales(path, raw, head_dim)
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
-    raw['rope_local_base_freq'] = raw['rope_parameters'][family.WINDOW]['rope_theta']
+    theta, _ = config.window_rope or (config.rope_theta, None)
+    raw['rope_local_base_freq'] = theta
     return raw | _scales_to_json(config)
 
 

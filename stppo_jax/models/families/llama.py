@@ -1,5 +1,6 @@
 """Llama and Mistral. Mistral has windows in all layers or in none."""
 
+import pathlib
 from typing import Any
 
 from stppo_jax.models import decoder
@@ -9,14 +10,16 @@ from stppo_jax.models.families import family
 class Llama(family.Family):
   """Llama has no windows. `attention_bias` adds a bias to query, key and value."""
 
-  def layer_fields(self, path: Any, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+  def layer_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], num_layers: int
+  ) -> dict[str, Any]:
     """Returns the fields of ModelConfig that differ between layers, but for their rotation."""
     fields = super().layer_fields(path, raw, num_layers)
     if raw.get('attention_bias'):
       fields['qkv_bias'] = True
     return fields
 
-  def window(self, path: Any, raw: dict[str, Any]) -> int | None:
+  def window(self, path: pathlib.Path, raw: dict[str, Any]) -> int | None:
     """Returns None: Llama has no windows. UserError: one that is shorter than the longest row."""
     window = raw.get('sliding_window')
     if window is not None and window < raw.get('max_position_embeddings', 2048):
@@ -29,7 +32,7 @@ class Llama(family.Family):
       return []
     return [('self_attn.o_proj.bias', family.ABSENT, (config.d_model,), False)]
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     return super().to_json(config) | {'attention_bias': config.qkv_bias}
 
@@ -37,12 +40,12 @@ class Llama(family.Family):
 class Mistral(family.Family):
   """All layers have the window of `sliding_window`."""
 
-  def window(self, path: Any, raw: dict[str, Any]) -> int | None:
+  def window(self, path: pathlib.Path, raw: dict[str, Any]) -> int | None:
     """Returns the number of tokens in a window. None: there are no windows."""
     del path
     return raw.get('sliding_window')
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     window = config.window if 'window' in config.layer_types else None
     return super().to_json(config) | {'sliding_window': window}

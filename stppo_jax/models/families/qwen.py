@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3: windows only where `use_sliding_window` is set."""
 
 from collections.abc import Sequence
+import pathlib
 from typing import Any
 
 from stppo_jax.models import decoder
@@ -13,7 +14,7 @@ NORMS = dict.fromkeys(('use_qk_norm', 'qk_norm', 'qk_layernorm'), (True,))
 class Qwen(family.Family):
   """The later layers have windows, if `use_sliding_window` is set."""
 
-  def window(self, path: Any, raw: dict[str, Any]) -> int | None:
+  def window(self, path: pathlib.Path, raw: dict[str, Any]) -> int | None:
     """Returns the number of tokens in a window. None: there are no windows."""
     if not raw.get('use_sliding_window'):
       return None
@@ -28,7 +29,7 @@ class Qwen(family.Family):
     is_late = l >= raw.get('max_window_layers', 28)
     return family.WINDOW if window is not None and is_late else family.FULL
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
     if 'window' in config.layer_types:

@@ -1,6 +1,7 @@
 """Qwen3.5: layers with gated delta nets and layers with gated attention, dense or with experts."""
 
 from collections.abc import Sequence
+import pathlib
 from typing import Any
 
 from stppo_jax.models import decoder
@@ -38,7 +39,9 @@ _DELTA_KEYS = (
 class Qwen35(family.Family):
   """Every `full_attention_interval`-th layer has attention, and a part of a head is rotated."""
 
-  def layer_fields(self, path: Any, raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+  def layer_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], num_layers: int
+  ) -> dict[str, Any]:
     """Returns the fields of ModelConfig that differ between layers, but for their rotation."""
     fields = super().layer_fields(path, raw, num_layers)
     kinds = fields.get('layer_types', ())
@@ -64,7 +67,9 @@ class Qwen35(family.Family):
     """Returns the names that layers may have in config.json."""
     return [family.FULL, family.DELTA]
 
-  def rope_fields(self, path: Any, raw: dict[str, Any], read_rope: Any) -> dict[str, Any]:
+  def rope_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], read_rope: family.ReadRope
+  ) -> dict[str, Any]:
     """Returns the rotations. `read_rope(raw)` reads one, as (base, scaling)."""
     if raw.get('partial_rotary_factor') is None:  # null, too
       raw = raw | {'partial_rotary_factor': _DEFAULTS['partial_rotary_factor']}
@@ -101,14 +106,15 @@ class Qwen35(family.Family):
         (f'{name}.out_proj.weight', f'{path}/out/kernel', (d, values), True),
     ]
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
     raw['layer_types'] = family.layers_to_json(config)
     raw |= dict(zip(_DELTA_KEYS, config.delta or ()))
     raw['partial_rotary_factor'] = config.rotary_share
+    del raw['rope_scaling']
     raw['rope_parameters'] = {
-        **(raw.pop('rope_scaling') or {'rope_type': 'default'}),
+        **(family.scaling_to_json(config.rope_scaling) or {'rope_type': 'default'}),
         'rope_theta': config.rope_theta,
         'partial_rotary_factor': config.rotary_share,
     }
@@ -118,7 +124,7 @@ class Qwen35(family.Family):
 class Qwen35Experts(Qwen35):
   """Every layer has experts, and one that every token goes through."""
 
-  def feed_forward(self, path: Any, raw: dict[str, Any]) -> dict[str, Any]:
+  def feed_forward(self, path: pathlib.Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the experts."""
     return experts.fields(path, raw)
 

@@ -1,6 +1,7 @@
 """SmolLM3: some layers have no rotary positions (arXiv 2501.18795)."""
 
 from collections.abc import Sequence
+import pathlib
 from typing import Any
 
 from stppo_jax.models import decoder
@@ -11,7 +12,7 @@ from stppo_jax.models.families import qwen
 class SmolLM3(qwen.Qwen):
   """Windows are switched on as in Qwen, and are those of the layers without rotary positions."""
 
-  def rotary_layers(self, path: Any, raw: dict[str, Any], num_layers: int) -> list[int]:
+  def rotary_layers(self, path: pathlib.Path, raw: dict[str, Any], num_layers: int) -> list[int]:
     """Returns 1 for each layer with rotary positions, else 0."""
     layers = raw.get('no_rope_layers')
     if layers is None:
@@ -27,7 +28,7 @@ class SmolLM3(qwen.Qwen):
     """Returns transformers' name of layer l where config.json leaves it out."""
     return family.WINDOW if window is not None and not rotary[l] else family.FULL
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     rotary = config.rotary_layers or (True,) * config.num_layers
     return super().to_json(config) | {'no_rope_layers': list(map(int, rotary))}

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 import dataclasses
+import pathlib
 from typing import Any
 
 from absl import logging
 
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models.families import family
 from stppo_jax.types import UserError
@@ -18,7 +20,7 @@ class WindowedFamily(family.Family):
   window_period: int
   chooses_layers: bool = True
 
-  def window(self, path: Any, raw: dict[str, Any]) -> int | None:
+  def window(self, path: pathlib.Path, raw: dict[str, Any]) -> int | None:
     """Returns the number of tokens in a window."""
     del path
     return raw.get('sliding_window')
@@ -30,7 +32,7 @@ class WindowedFamily(family.Family):
     period = raw.get('sliding_window_pattern') or self.window_period
     return family.FULL if (l + 1) % period == 0 else family.WINDOW
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     return super().to_json(config) | {
         'layer_types': family.layers_to_json(config),
@@ -41,7 +43,9 @@ class WindowedFamily(family.Family):
 class TwoRotations(WindowedFamily):
   """Layers with a window may have another rotation. transformers 5 writes one per type of layer."""
 
-  def rope_fields(self, path: Any, raw: dict[str, Any], read_rope: Any) -> dict[str, Any]:
+  def rope_fields(
+      self, path: pathlib.Path, raw: dict[str, Any], read_rope: family.ReadRope
+  ) -> dict[str, Any]:
     """Returns the rotations. `read_rope(raw)` reads one, as (base, scaling)."""
     parameters = raw.get('rope_parameters') or {}
     by_type = dict(parameters) if isinstance(parameters, dict) else {}
@@ -67,19 +71,20 @@ class TwoRotations(WindowedFamily):
     theta, scaling = read_rope(full)
     if window['rope_theta'] is None:
       window['rope_theta'] = theta
-    of_windows = read_rope(window)
+    of_windows: tuple[float, attention.RopeScaling | None] | None = read_rope(window)
     if of_windows == (theta, scaling):
       of_windows = None
     return {'rope_theta': theta, 'rope_scaling': scaling, 'window_rope': of_windows}
 
-  def to_json(self, config: decoder.ModelConfig) -> dict[str, Any]:
+  def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
     raw = super().to_json(config)
     full = (config.rope_theta, config.rope_scaling)
     rotations = {family.FULL: full, family.WINDOW: config.window_rope or full}
-    raw['rope_parameters'] = {}
+    parameters: dict[str, object] = {}
     for kind, (theta, scaling) in rotations.items():
       written = family.scaling_to_json(scaling) or {'rope_type': 'default'}
-      raw['rope_parameters'][kind] = {**written, 'rope_theta': theta}
+      parameters[kind] = {**written, 'rope_theta': theta}
+    raw['rope_parameters'] = parameters
     del raw['rope_scaling']
     return raw
