@@ -97,7 +97,7 @@ def _check_values_unused(estimate, batch):
   return ''
 
 
-def _shapes(result: Any) -> Any:
+def _shapes(result: object) -> object:
   if isinstance(result, tuple):
     return tuple(map(_shapes, result))
   return getattr(result, 'shape', None)

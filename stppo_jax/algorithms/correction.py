@@ -10,6 +10,7 @@ after it, or outside the optimizer.
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 
 import chex
 import jax
@@ -21,6 +22,8 @@ from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
+
+Tree = TypeVar('Tree')  # a tree of arrays
 
 
 class Cotangents(NamedTuple):
@@ -137,7 +140,9 @@ class DividedGradient(NamedTuple):
   factor: jax.Array
 
 
-def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -> DividedGradient:
+def divide(
+    order: str, g: Tree, rest: Tree | None, divisor: jax.Array, max_norm: float
+) -> DividedGradient:
   """Divides the policy's gradient g by the divisor D, at the place that `order` names.
 
   before_clip  the optimizer gets clip(g / D + rest). If ||g / D|| is above the clip, D is lost.
@@ -190,7 +195,7 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   )
 
 
-def clip(tree: Any, max_norm: float) -> Any:
+def clip(tree: Tree, max_norm: float) -> Tree:
   """Returns the tree, scaled down if its global norm is above the bound."""
   transformation = optax.clip_by_global_norm(max_norm)
   stateless = optax.EmptyState()
@@ -198,13 +203,13 @@ def clip(tree: Any, max_norm: float) -> Any:
   return clipped
 
 
-def norm(tree: Any) -> jax.Array:
+def norm(tree: object) -> jax.Array:
   """Returns the L2 norm of all leaves together, computed in float32."""
   tree = optax.tree.cast(tree, jnp.float32)
   return optax.tree.norm(tree)
 
 
-def cosine(a: Any, b: Any) -> jax.Array:
+def cosine(a: object, b: object) -> jax.Array:
   """Returns the cosine of two trees of one shape; NaN where one of them is 0."""
   # Not vdot: it flattens, which gathers every shard.
   products = optax.tree.mul(a, b)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import jax
 
@@ -110,6 +111,18 @@ def resolve(column: str, value: str | Callable) -> Any:
     raise ValueError(f'{column} {value!r} is none of {", ".join(names)}')
   path = names[value]
   return plugins.resolve(path) if path else None
+
+
+class TransformSpec(Protocol):
+  """What transforms of a batch read of `training.state.Spec`."""
+
+  @property
+  def variant(self) -> 'Variant':
+    """The objective."""
+
+  @property
+  def teacher_coef(self) -> float:
+    """Weight of a teacher's advantages."""
 
 
 class _Declared:
@@ -397,7 +410,7 @@ class Variant:
     has_clip = self.ratio != 'none' and not self.compares_rows
     return has_clip and (self.log_bias or divides)
 
-  def described(self) -> dict[str, Any]:
+  def described(self) -> dict[str, object]:
     """Returns {field: value} as JSON. A function is described by its name."""
     description = {}
     for field in dataclasses.fields(self):

@@ -23,6 +23,7 @@ import numpy as np
 
 from stppo_jax import plugins
 from stppo_jax.config import Config
+from stppo_jax.config import DataSettings
 from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -314,7 +315,7 @@ def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.E
   return factory.make_factory(env.kind, make, available, options)
 
 
-def _tool_options(config: Config) -> dict[str, Any]:
+def _tool_options(config: Config) -> dict[str, object]:
   """Returns how calls are written, which the model's chat template may choose."""
   from stppo_jax.text import tool_calls
 
@@ -327,21 +328,21 @@ def _tool_options(config: Config) -> dict[str, Any]:
   return {'form': form, 'template_shows_tools': not turn or tool_calls.reads(form, turn)}
 
 
-def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:
+def _load_function(field: str, name: str, built_in: Mapping[str, object]) -> Callable[..., Any]:
   function = plugins.load(field, name, built_in)
   if not callable(function):
     raise UserError(f'config.{field}={name!r}: a function is needed, not {function!r}')
   return function
 
 
-def _task_source(name: str, columns: Mapping[str, Any]) -> Callable[[str], list[Task]]:
+def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
   return _checked(_load_function('data.source', name, {}))
 
 
-def _have_several_answers(data: Any, source: Callable[[str], list[Task]]) -> bool:
+def _have_several_answers(data: DataSettings, source: Callable[[str], list[Task]]) -> bool:
   """Returns whether a task of the run has several answers."""
   for split in (data.train_split, data.eval_split):
     with contextlib.suppress(UserError):  # a run may have only one of the splits

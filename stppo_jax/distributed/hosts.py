@@ -112,7 +112,7 @@ def alone() -> Iterator[None]:
 _SHARED_ERRORS = {kind.__name__: kind for kind in (types.UserError, types.RunError, types.Stopped)}
 
 
-def by_writer(function: Callable[..., Any], *args: Any) -> Any:
+def by_writer(function: Callable[..., object], *args: object) -> Any:
   """Calls function(*args) on process 0. All processes get its result (JSON).
 
   If it raises a UserError, RunError or Stopped, all processes raise it.
@@ -132,7 +132,7 @@ def by_writer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def require_same(
-    name: str, value: Any, advice: str = 'start all processes with the same command and files'
+    name: str, value: object, advice: str = 'start all processes with the same command and files'
 ) -> None:
   """Raises UserError on all processes unless all call this with the same value (JSON)."""
   text = json.dumps(value, sort_keys=True)
@@ -145,7 +145,7 @@ def require_same(
     )
 
 
-def share(value: Any) -> list:
+def share(value: object) -> list:
   """Returns the JSON values of all processes, in process order; they do not pass a device."""
   text = json.dumps(value, default=_plain)
   if num_processes() == 1:
@@ -182,7 +182,7 @@ def anywhere(stop_signal: StopSignal) -> StopSignal:
   return StopSignal(is_set)
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: object) -> Any:
   """Returns full NumPy arrays on every process. All processes call it, in the same order."""
 
   def gathered(x):
@@ -193,7 +193,7 @@ def fetch(tree: Any) -> Any:
   return jax.device_get(jax.tree.map(gathered, tree))
 
 
-def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+def put(tree: object, sharding: jax.sharding.Sharding | None = None) -> Any:
   """Puts host arrays, equal on every process, on devices by `sharding` (None: default device)."""
   if sharding is None or sharding.is_fully_addressable:
     return jax.device_put(tree, sharding)

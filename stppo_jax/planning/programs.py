@@ -9,11 +9,13 @@ from typing import Any
 import jax
 
 from stppo_jax.config import Config
+from stppo_jax.models import decoder
 from stppo_jax.planning import flops
 from stppo_jax.planning import hlo
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import layout
 from stppo_jax.training import packing
+from stppo_jax.training import state as state_lib
 from stppo_jax.training import update
 
 
@@ -65,7 +67,9 @@ class CompiledProgram:
     return self.resident + self.arguments + self.temporaries
 
 
-def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[CompiledProgram]:
+def training(
+    plan: Any, spec: state_lib.Spec, state: state_lib.TrainState, frozen: state_lib.Frozen
+) -> Iterator[CompiledProgram]:
   """Yields the programs of an optimizer step and of the annotation of a batch."""
   train = plan.config.train
   held = plan.held_per_device
@@ -107,7 +111,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
   )
 
 
-def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
+def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   """Yields the programs of a rollout, in which all slot groups are full."""
   config = plan.config
   held = plan.held_per_device

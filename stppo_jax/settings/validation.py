@@ -19,7 +19,10 @@ from stppo_jax import plugins
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import ADDRESS
 from stppo_jax.config import Config
+from stppo_jax.config import EvalSettings
 from stppo_jax.config import LORA_TARGETS
+from stppo_jax.config import OptimizerSettings
+from stppo_jax.config import TeacherSettings
 from stppo_jax.types import described
 from stppo_jax.types import hint
 from stppo_jax.types import is_of
@@ -81,7 +84,7 @@ def has_shared_critic(config: Config, variant: Variant) -> bool:
   return variant.needs_critic and config.model.critic == 'shared'
 
 
-def _has_schedule(optimizer: Any) -> bool:
+def _has_schedule(optimizer: OptimizerSettings) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
@@ -132,7 +135,7 @@ def check_section(prefix: str, section: Any) -> None:
     _check_field(f'{prefix}{path}={value!r}', rules, value, annotated[path])
 
 
-def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
+def _check_field(given: str, rules: Rules, value: Any, kind: object = Any) -> None:
   """Checks a value; `given` is how the message shows it."""
   if len(given) > _LONGEST_SHOWN:
     given = given[:_LONGEST_SHOWN] + '..'
@@ -164,7 +167,7 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
     raise UserError(f'{given}: must be finite')
 
 
-def _check_json(given: str, options: dict[str, Any]) -> None:
+def _check_json(given: str, options: dict[str, object]) -> None:
   """Checks that config.json can hold a dict."""
   try:
     text = json.dumps(options)
@@ -245,7 +248,7 @@ def _check_replay(config: Config) -> None:
     )
 
 
-def _check_address(name: str, section: Any) -> None:
+def _check_address(name: str, section: EvalSettings | TeacherSettings) -> None:
   """Checks the address of a server with a model, in a section of the config."""
   address = section.address
   model = section.model

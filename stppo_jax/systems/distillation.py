@@ -1,7 +1,7 @@
 """On-policy distillation: a teacher's log-probs of the sampled tokens as an advantage per token."""
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 import chex
 import jax
@@ -11,8 +11,11 @@ from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import Estimator
+from stppo_jax.algorithms.variant import TransformSpec
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
+
+State = TypeVar('State')  # training.state.TrainState
 
 
 def token_advantages(
@@ -37,8 +40,8 @@ def token_advantages(
 
 
 def add_advantages(
-    spec: Any, state: Any, batch: TurnBatch
-) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
+    spec: TransformSpec, state: State, batch: TurnBatch
+) -> tuple[State, TurnBatch, dict[str, jax.Array]]:
   """Adds a teacher's advantages to those of the variant, a transform of `training.transforms`."""
   sampled_mask = demonstrations.sampled_mask(batch)
   assert batch.teacher_logp is not None

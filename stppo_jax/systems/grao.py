@@ -1,6 +1,6 @@
 """GRAO (arXiv 2508.07750, paper): samples are weighed against a reference answer."""
 
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,19 @@ from stppo_jax.algorithms.variant import Estimator
 from stppo_jax.types import TurnBatch
 
 
-def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
+class GraoFields(Protocol):
+  """The fields that GRAO adds to a Variant."""
+
+  @property
+  def grao_lambda(self) -> float:
+    """Weight of the samples' distance from the reference."""
+
+  @property
+  def grao_beta(self) -> float:
+    """Weight of the reference."""
+
+
+def grao(batch: TurnBatch, variant: GraoFields) -> tuple[jax.Array, jax.Array]:
   """Returns the weights of log-probs in GRAO (arXiv 2508.07750, eq. 3; paper), for a GraoVariant.
 
   With e_i and m the mean log-probs of sample i of G and of the reference answer y, a demonstration,

@@ -6,7 +6,7 @@ Farebrother et al. (arXiv 2403.03950).
 """
 
 import itertools
-from typing import Any
+from typing import TypeVar
 
 import chex
 import jax
@@ -15,10 +15,12 @@ import numpy as np
 import optax
 
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms.variant import TransformSpec
 from stppo_jax.algorithms.variant import ValueHead
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
+State = TypeVar('State')  # training.state.TrainState
 SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
 # Returns should stay this many bins away from each end of the support: four standard deviations.
 MARGIN = 4 * SMOOTHING
@@ -87,8 +89,8 @@ def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) 
 
 
 def measure_returns(
-    spec: Any, state: Any, batch: TurnBatch
-) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
+    spec: TransformSpec, state: State, batch: TurnBatch
+) -> tuple[State, TurnBatch, dict[str, jax.Array]]:
   """Measures the share of returns near an end of the bins, a transform of `training.transforms`."""
   outside = outside_share(batch.returns, batch.action_mask, spec.variant)
   return state, batch, {'critic/outside_bins': outside}

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import types
+from stppo_jax.algorithms.variant import TransformSpec
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
@@ -58,7 +59,7 @@ class ScoreMoments(NamedTuple):
 
 
 def normalise_scores(
-    spec: Any, state: Any, batch: TurnBatch
+    spec: TransformSpec, state: Any, batch: TurnBatch
 ) -> tuple[Any, TurnBatch, dict[str, jax.Array]]:
   """Normalises the rewards of a batch, a transform of `training.transforms`."""
   batch, moments = normalise(batch, state.score_moments, spec.variant)

@@ -1,7 +1,5 @@
 """The rules of config.data.columns."""
 
-from typing import Any
-
 from stppo_jax.config import Config
 from stppo_jax.types import hint
 from stppo_jax.types import UserError
@@ -44,9 +42,9 @@ def check(config: Config) -> None:
     raise UserError(f'{given}: set --config.data.source=FILE, too, with these columns')
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
   return isinstance(value, str) and bool(value)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
   return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_name, value))
