@@ -24,13 +24,13 @@ def listed(columns: Iterable[str]) -> str:
   return ', '.join(names[:_MOST_SHOWN]) + more
 
 
-def shown_row(fields: Mapping[str, Any]) -> str:
+def shown_row(fields: Mapping[str, object]) -> str:
   """Returns a row for a message, cut short."""
   text = str(without_nulls(dict(fields)))
   return text if len(text) <= _MOST_CHARS else f'{text[:_MOST_CHARS]}..'
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
   """Returns a value without the null fields that a table adds to its dicts."""
   if isinstance(value, dict):
     return {key: without_nulls(item) for key, item in value.items() if not is_null(item)}
@@ -39,12 +39,12 @@ def without_nulls(value: Any) -> Any:
   return value
 
 
-def is_null(value: Any) -> bool:
+def is_null(value: object) -> bool:
   """Returns whether a cell is empty: None, or the NaN that pandas writes for it."""
   return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
   """Returns a truth that may be a number or a text. ValueError: it is of another kind."""
   text = str(value).strip().lower()
   if text in _TRUE:

@@ -85,7 +85,7 @@ _NO_COLUMNS: Mapping[str, str] = types_lib.MappingProxyType({})
 
 def read(
     path: pathlib.Path, min_reward: float, columns: Mapping[str, str] = _NO_COLUMNS
-) -> Iterator[tuple[row_files.FileRow, Any]]:
+) -> Iterator[tuple[row_files.FileRow, Conversation | str]]:
   """Yields the rows of a file with their Conversation, or with the reason why there is none.
 
   A row with an `error`, or with a `reward` below `min_reward`, is left out. UserError: a row is no
@@ -118,7 +118,7 @@ def read(
     yield row, conversation
 
 
-def is_conversation(fields: Mapping[str, Any]) -> bool:
+def is_conversation(fields: Mapping[str, object]) -> bool:
   """Returns whether a row has a conversation, and no answer beside it (RLVR, verl)."""
   names = [name for name, value in fields.items() if _holds_messages(_parsed(value))]
   has_pair = all(fields.get(name) is not None for name in _PAIR)

@@ -98,7 +98,7 @@ def _user_layout(columns, kind):
 _understood: dict[tuple, Reading] = {}
 
 
-def understand(path: pathlib.Path, columns: Mapping[str, Any]) -> Reading:
+def understand(path: pathlib.Path, columns: Mapping[str, object]) -> Reading:
   """Returns how the questions of a file are read. UserError: that is not certain.
 
   `columns` are those of the setting data.columns, or {}.
@@ -184,7 +184,7 @@ class _Check:
     self.profile = profile
     self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint
 
-  def add(self, number: int, fields: Mapping[str, Any]) -> None:
+  def add(self, number: int, fields: Mapping[str, object]) -> None:
     """Looks at a row. Raises Misfit or ValueError."""
     raise NotImplementedError
 

@@ -91,7 +91,7 @@ class ColumnFacts:
   num_lists: int = 0  # lists or dicts of at least two texts
   num_numbers: int = 0  # numbers and truths
 
-  def add(self, value: Any) -> None:
+  def add(self, value: object) -> None:
     """Counts a value that is not empty."""
     self.num += 1
     if isinstance(value, str):
@@ -116,7 +116,7 @@ class Profile(NamedTuple):
   first: row_files.FileRow  # the first row with a question
 
 
-def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
   """Yields the columns of each question of a row: one, or those of an article of SQuAD."""
   if not is_article(fields):
     yield fields
@@ -127,7 +127,7 @@ def questions_of(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
       yield {**shared, **question}
 
 
-def is_article(fields: Mapping[str, Any]) -> bool:
+def is_article(fields: Mapping[str, object]) -> bool:
   """Returns whether a row is an article with paragraphs and their questions (SQuAD)."""
   paragraphs = fields.get('paragraphs')
   if not isinstance(paragraphs, list) or not types.is_of(paragraphs, list[dict]):
@@ -152,7 +152,7 @@ def names_of(layout: SetLayout) -> list[str]:
 
 def rows(
     path: pathlib.Path, columns: Sequence[str]
-) -> Iterator[tuple[row_files.FileRow, Mapping[str, Any]]]:
+) -> Iterator[tuple[row_files.FileRow, Mapping[str, object]]]:
   """Yields (row, columns of a question in it)."""
   for row in row_files.read(path, columns):
     for fields in questions_of(row.fields):

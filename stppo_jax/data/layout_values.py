@@ -35,7 +35,7 @@ class RowOptions(NamedTuple):
   columns: dict[str, str]  # {name of the option's column: letter}
 
 
-def get(fields: Mapping[str, Any], name: str) -> Any:
+def get(fields: Mapping[str, object], name: str) -> object:
   """Returns the value of a column, or of a key in it (`a.b`); None: there is none."""
   if name in fields:
     value = fields[name]
@@ -45,7 +45,7 @@ def get(fields: Mapping[str, Any], name: str) -> Any:
   return get(outer, rest) if isinstance(outer, dict) else None
 
 
-def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+def first_of(fields: Mapping[str, object], names: Sequence[str]) -> tuple[str, object]:
   """Returns (name, value) of the first column with a value; ('', None) without one."""
   for name in names:
     value = get(fields, name)
@@ -54,7 +54,7 @@ def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]
   return '', None
 
 
-def value_of(value: Any) -> Any:
+def value_of(value: object) -> Any:
   """Returns a value, or what its text writes in JSON or Python."""
   if not isinstance(value, str):
     return value
@@ -64,13 +64,13 @@ def value_of(value: Any) -> Any:
     return value
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
   """Returns whether a cell has no value."""
   is_blank = isinstance(value, str) and not value.strip()
   return is_blank or cells.is_null(value) or value in ([], {})
 
 
-def texts_in(value: Any) -> list[str]:
+def texts_in(value: object) -> list[str]:
   """Returns the texts and numbers of a list or a dict; [] if it holds anything else."""
   value = value_of(value)
   if not isinstance(value, (list, dict)):
@@ -91,7 +91,7 @@ def whole(value: Any) -> int | None:
   return int(value) if is_number and float(value).is_integer() else None
 
 
-def check_state(fields: Mapping[str, Any]) -> None:
+def check_state(fields: Mapping[str, object]) -> None:
   """Raises Unanswerable if a column says that the question has no answer."""
   for name, meaning in _UNANSWERABLE.items():
     value = get(fields, name)
@@ -120,7 +120,7 @@ def option_columns(layout: SetLayout, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def choice_of(
-    layout: SetLayout, fields: Mapping[str, Any], columns: Sequence[str]
+    layout: SetLayout, fields: Mapping[str, object], columns: Sequence[str]
 ) -> RowOptions | None:
   """Returns the options of a row; None: it has none. ValueError: they cannot be read."""
   if layout.wrong:
@@ -149,7 +149,7 @@ def choice_of(
   return RowOptions(present, letters if has_positions else [], {})
 
 
-def _by_letter(value: Any) -> Any:
+def _by_letter(value: object) -> object:
   """Returns options by their letters, if two lists or a list of objects write them (ARC, MedQA)."""
   if isinstance(value, dict) and isinstance(value.get('text'), list):
     labels = value.get('label') or LETTERS[: len(value['text'])]
@@ -182,7 +182,7 @@ def _text_of_number(value):
   return str(int(value)) if float(value).is_integer() else str(value)
 
 
-def named(name: str, value: Any, choice: RowOptions) -> Any:
+def named(name: str, value: object, choice: RowOptions) -> object:
   """Returns what a column of the answer holds: a text, a number or None.
 
   Raises Unanswerable for a secret answer, and for one that names several options.
@@ -205,7 +205,7 @@ def named(name: str, value: Any, choice: RowOptions) -> Any:
   return text
 
 
-def letter_of(kind: str, value: Any, choice: RowOptions) -> str | None:
+def letter_of(kind: str, value: object, choice: RowOptions) -> str | None:
   """Returns the letter of the option that a value names; None: it names none.
 
   '': it is the text of several options.
@@ -237,7 +237,7 @@ def _column_of(text, choice):
 # Answers that are texts.
 
 
-def texts_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def texts_of(layout: SetLayout, fields: Mapping[str, object]) -> tuple[str, ...]:
   """Returns the answers of a row, also a truth as a text. Raises Unanswerable and ValueError."""
   name, kind = next(iter(layout.answers.items()))
   if kind not in (layouts.TRUTH, layouts.DECISION):
@@ -255,13 +255,13 @@ def texts_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
   return (str(value).strip().lower(),)
 
 
-def texts_of_value(name: str, value: Any) -> list[str]:
+def texts_of_value(name: str, value: object) -> list[str]:
   """Returns the answers in a column. ValueError: it holds something else."""
   texts = _texts(name, _of_text(name, value) if isinstance(value, str) else value)
   return list(filter(None, map(str.strip, texts)))
 
 
-def answers_of(layout: SetLayout, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def answers_of(layout: SetLayout, fields: Mapping[str, object]) -> tuple[str, ...]:
   """Returns the accepted answers of a row. Raises Unanswerable. ValueError: they cannot be read."""
   answers: list[str] = []
   for name, kind in layout.answers.items():

@@ -46,13 +46,13 @@ def canonical_split(name: str) -> str:
   return 'dev' if name in ('validation', 'valid', 'val') else name
 
 
-def is_question(fields: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
+def is_question(fields: Mapping[str, object], columns: Mapping[str, Any]) -> bool:
   """Returns whether a row has a question, and is no passage of a corpus."""
   names = (columns['question'],) if columns else profile_lib.QUESTIONS
   return any(get(fields, name) is not None for name in names) or profile_lib.is_article(fields)
 
 
-def known_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
+def known_columns(columns: Mapping[str, object]) -> tuple[str, ...]:
   """Returns the columns of a table that may be read for a question or its passages."""
   records = layout_fit.user_layouts(columns) if columns else layouts.LAYOUTS
   names = [name for layout in records for name in profile_lib.names_of(layout)]
@@ -65,7 +65,7 @@ def known_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
 class SetReader:
   """Reads the questions of one file. `columns` are those of data.columns, or {}."""
 
-  def __init__(self, path: pathlib.Path, columns: Mapping[str, Any]):
+  def __init__(self, path: pathlib.Path, columns: Mapping[str, object]):
     self._path = path
     self.reading = layout_fit.understand(path, columns)
     self._layout = self.reading.layout

@@ -72,10 +72,10 @@ def read(path: pathlib.Path, columns: Sequence[str] = ()) -> Iterator[FileRow]:
     from stppo_jax.data import row_tables
 
     with _opened(path) as file:
-      rows = row_tables.text(file, '\t' if suffix == '.tsv' else ',')
+      lines = row_tables.text(file, '\t' if suffix == '.tsv' else ',')
       for number in itertools.count(2):  # after the names of the columns
         with explain(path, number):
-          cells = next(rows, None)
+          cells = next(lines, None)
         if cells is None:
           return
         yield FileRow(path, number, cells)
@@ -168,7 +168,7 @@ def _is_object(line: bytes) -> bool:
     return False
 
 
-def _decode(text: bytes) -> Any:
+def _decode(text: bytes) -> object:
   try:
     return types.parse_json(text.decode('utf-8-sig'))
   except (ValueError, RecursionError) as error:

@@ -54,7 +54,7 @@ def _rows_of_object(value: Mapping[str, Any]) -> Iterator[NamedRow]:
       yield NamedRow(dict(row), key, name)
 
 
-def _holds_rows(fields: Mapping[str, Any]) -> bool:
+def _holds_rows(fields: Mapping[str, object]) -> bool:
   """Returns whether a JSON object holds rows: in one list, by their names, or in named sets."""
   values = list(fields.values())
   if any(map(_is_rows, values)) and not any(name in fields for name in _ROW_NAMES):
@@ -80,5 +80,5 @@ _ROW_NAMES = (
 )
 
 
-def _is_rows(value: Any) -> bool:
+def _is_rows(value: object) -> bool:
   return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)

@@ -8,6 +8,7 @@ import csv
 import io
 import itertools
 import pathlib
+import types as types_lib
 from typing import Any
 from typing import BinaryIO
 
@@ -15,7 +16,7 @@ from stppo_jax import types
 from stppo_jax.data import cells
 
 
-def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, object]]:
   """Yields the rows of a Parquet file: these columns, or all. UserError: it cannot be read.
 
   The other columns are None in each row, so that messages can name them.
@@ -34,7 +35,7 @@ def parquet(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, An
     raise types.UserError(f'{path}: not a whole parquet file ({reason}).') from None
 
 
-def arrow(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+def arrow(path: pathlib.Path) -> Iterator[dict[str, object]]:
   """Yields the rows of a file of `Dataset.save_to_disk`. UserError: it cannot be read."""
   pyarrow = _pyarrow(path)
   try:
@@ -154,7 +155,7 @@ def _parquet_file(path: pathlib.Path) -> Any:
     raise types.UserError(f'{path}: not a parquet file ({reason}).') from None
 
 
-def _pyarrow(path: pathlib.Path) -> Any:
+def _pyarrow(path: pathlib.Path) -> types_lib.ModuleType:
   try:
     import pyarrow
     import pyarrow.ipc

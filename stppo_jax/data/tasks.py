@@ -61,7 +61,7 @@ class _Loaded(NamedTuple):
 
 
 def load_tasks(
-    source: str, split: str, columns: Mapping[str, Any] = _NO_COLUMNS
+    source: str, split: str, columns: Mapping[str, object] = _NO_COLUMNS
 ) -> list[types.Task]:
   """Loads the questions of a split from `embedded`, folders and files.
 
@@ -96,7 +96,7 @@ def load_tasks(
   )
 
 
-def load_all(source: str, columns: Mapping[str, Any] = _NO_COLUMNS) -> Loaded:
+def load_all(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> Loaded:
   """Loads the questions of all splits."""
   if columns and 'question' not in columns:
     raise types.UserError(
@@ -192,7 +192,7 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
     )
 
 
-def load_corpus(source: str, columns: Mapping[str, Any] = _NO_COLUMNS) -> list[types.Passage]:
+def load_corpus(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> list[types.Passage]:
   """Loads the passages: `embedded`, folders with a file `corpus`, or files.
 
   Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of
@@ -299,7 +299,7 @@ class TaskStream:
     return {task.id: task for task in self._tasks}
 
 
-def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
+def _get(fields: Mapping[str, object], name: str, kind: object, default: object = None) -> Any:
   """Returns a field of a row, of this type. ValueError: it has another, or is missing."""
   value = fields.get(name)
   if value is None:
@@ -310,12 +310,12 @@ def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
   return value
 
 
-def _check_type(name: str, value: Any, kind: Any) -> None:
+def _check_type(name: str, value: object, kind: object) -> None:
   if not types.is_of(value, kind):
     raise ValueError(f'field {name!r} is {types.shown(value)}: must be {types.described(kind)}')
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str:
+def _text(fields: Mapping[str, object], name: str) -> str:
   """Returns a field with a text."""
   text = _get(fields, name, str)
   if not text.strip():
@@ -399,7 +399,7 @@ def _splits_of_names(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
 
 
 def _questions(
-    path: pathlib.Path, columns: Mapping[str, Any], readings: dict[pathlib.Path, str]
+    path: pathlib.Path, columns: Mapping[str, object], readings: dict[pathlib.Path, str]
 ) -> Iterator[_Loaded]:
   """Yields what each row of a file of questions holds, and notes how the file is read."""
   reader: Any = None  # a public_formats.SetReader
@@ -419,7 +419,7 @@ def _questions(
 
 
 def _passage_rows(
-    path: pathlib.Path, columns: Mapping[str, Any]
+    path: pathlib.Path, columns: Mapping[str, object]
 ) -> Iterator[tuple[row_files.FileRow, Sequence[types.Passage] | None]]:
   """Yields the rows of a file, with the passages of those that are questions."""
   reader = None
@@ -437,7 +437,7 @@ def _passage_rows(
         yield row, question.passages
 
 
-def _columns(path: pathlib.Path, columns: Mapping[str, Any]) -> tuple[str, ...]:
+def _columns(path: pathlib.Path, columns: Mapping[str, object]) -> tuple[str, ...]:
   """Returns the columns to read of a Parquet file, whose others may be large."""
   if not path.name.endswith('.parquet'):
     return ()
@@ -449,7 +449,7 @@ def _is_embedded(path: pathlib.Path) -> bool:
   return path.parent == EMBEDDED
 
 
-def _public_formats() -> Any:
+def _public_formats() -> types_lib.ModuleType:
   from stppo_jax.data import public_formats  # the questions of the package need none of it
 
   return public_formats
@@ -479,7 +479,7 @@ def _passage(row: row_files.FileRow) -> types.Passage | None:
   return types.Passage(passage_id, title, text) if text.strip() or title.strip() else None
 
 
-def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+def _first(fields: Mapping[str, object], names: Sequence[str]) -> str | None:
   """Returns the first of these names whose field has a value, and no NaN as pandas writes."""
   for name in names:
     value = fields.get(name)
@@ -495,7 +495,7 @@ def _title_of_metadata(fields: Mapping[str, Any]) -> str:
   return title if isinstance(title, str) else ''
 
 
-def _task(fields: Mapping[str, Any], default_id: str) -> types.Task:
+def _task(fields: Mapping[str, object], default_id: str) -> types.Task:
   options = _get(fields, 'options', dict[str, str], {})
   letter = ''
   answers = None

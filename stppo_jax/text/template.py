@@ -129,7 +129,9 @@ class Template:
     self._limits_prompts = limits_prompts
     self._vocab_size = vocab_size
 
-  def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+  def encode(
+      self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
+  ) -> list[int]:
     """Returns the ids of a conversation up to where the next turn begins.
 
     Raises ValueError: the template refuses these messages.
@@ -161,7 +163,10 @@ class Template:
     return ids
 
   def text(
-      self, messages: Sequence[Message], tools: Sequence[Any] = (), generation_prompt: bool = True
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Mapping[str, object]] = (),
+      generation_prompt: bool = True,
   ) -> str:
     """Returns the template's text of `written` messages, for `Tokenizer.encode_marked`.
 
@@ -198,7 +203,7 @@ class Template:
       self,
       turn: list[int],
       messages: Sequence[Message],
-      tools: Sequence[Any] = (),
+      tools: Sequence[Mapping[str, object]] = (),
       rest: str = '',  # the client's text after the turn, in the same message
   ) -> list[int]:
     """Returns the ids that follow a sampled `turn` when these messages come after it.
@@ -283,7 +288,10 @@ class Template:
     return resolved
 
   def written(
-      self, messages: Sequence[Message], tools: Sequence[Any] = (), declares: bool = True
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Mapping[str, object]] = (),
+      declares: bool = True,
   ) -> list[Message]:
     """Returns messages whose texts say which tools there are and what is called.
 
@@ -409,7 +417,7 @@ class Template:
   def _render(
       self,
       messages: Sequence[Message],
-      tools: Sequence[Any],
+      tools: Sequence[Mapping[str, object]],
       after_turn: bool = False,
       **options: Any,
   ) -> str:
@@ -440,7 +448,7 @@ class Template:
       raise RejectedMessages(f'the chat template rejects the messages ({error})') from error
 
   def _render_marked(
-      self, messages: Sequence[Message], hidden: Set[int], options: Mapping[str, Any]
+      self, messages: Sequence[Message], hidden: Set[int], options: Mapping[str, object]
   ) -> str:
     """Returns the template's text. Marking raises, too, for values that are nested too deeply."""
     assert self.tokenizer.render is not None

@@ -161,7 +161,7 @@ def _encode(library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def load_tokenizer(
-    folder: str, template_kwargs: Mapping[str, Any] | None = None, default_template: str = ''
+    folder: str, template_kwargs: Mapping[str, object] | None = None, default_template: str = ''
 ) -> Tokenizer:
   """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json.
 
@@ -609,7 +609,7 @@ def _chat_renderer(
   )
 
 
-def _has_template(folder: str, settings: Mapping[str, Any]) -> bool:
+def _has_template(folder: str, settings: Mapping[str, object]) -> bool:
   """Returns whether a folder has chat templates. The settings are its tokenizer_config.json's."""
   path = pathlib.Path(folder) / 'chat_template.jinja'
   return path.is_file() or bool(settings.get('chat_template'))

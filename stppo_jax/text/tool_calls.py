@@ -377,26 +377,26 @@ FORMS: dict[str, type[Form]] = {
 }
 
 
-def properties(function: Mapping[str, Any]) -> dict[str, Any]:
+def properties(function: Mapping[str, object]) -> dict[str, object]:
   """Returns {parameter: schema} of a tool's 'function'; {} if its schema names none."""
   found = parameters(function).get('properties')
   return found if isinstance(found, dict) else {}
 
 
-def parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def parameters(function: Mapping[str, object]) -> Mapping[str, object]:
   """Returns the schema of a function's arguments, which may be a reference; {}: there is none."""
   root = schema_root(function)
   schema = resolve(root['$ref'], root) if '$ref' in root else root
   return schema if isinstance(schema, dict) else {}
 
 
-def schema_root(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def schema_root(function: Mapping[str, object]) -> Mapping[str, object]:
   """Returns the schema in which the references of a function's arguments point."""
   root = function.get('parameters')
   return root if isinstance(root, dict) else {}
 
 
-def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
+def resolve(reference: object, root: Mapping[str, object]) -> object:
   """Returns the schema that a reference within `root` names; None: there is none."""
   if not isinstance(reference, str) or not reference.startswith('#'):
     return None
@@ -407,7 +407,7 @@ def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
   return target
 
 
-def text_parameter(function: Mapping[str, Any]) -> str:
+def text_parameter(function: Mapping[str, object]) -> str:
   """Returns the parameter that takes the text between the tags of 'tags'; '': there is none."""
   schemas = properties(function)
   if len(schemas) != 1:
@@ -418,7 +418,7 @@ def text_parameter(function: Mapping[str, Any]) -> str:
   return name if types_of(schema, schema_root(function)) <= {'string', 'null'} else ''
 
 
-def takes_text(schema: Any, root: Mapping[str, Any]) -> bool:
+def takes_text(schema: object, root: Mapping[str, object]) -> bool:
   """Returns whether a value that stands without quotes is read as a text.
 
   It is wherever the schema allows a text, or does not tell. The grammar of a forced call uses the
@@ -428,7 +428,7 @@ def takes_text(schema: Any, root: Mapping[str, Any]) -> bool:
   return 'string' in names or not names
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: object, root: Mapping[str, object], depth: int = 0) -> frozenset[str]:
   """Returns the JSON types that a schema allows; none if it does not tell.
 
   `root` is the schema in which its references point.
@@ -456,7 +456,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
   return found
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
   """Returns the JSON type of a value."""
   for kind, name in _TYPE_NAMES.items():
     if isinstance(value, kind):
@@ -464,7 +464,7 @@ def _type_of(value: Any) -> str:
   return 'null'
 
 
-def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def _typed(text: str, schema: object, root: Mapping[str, object]) -> object:
   """Returns the value that a text stands for; the text itself if it has no type of the schema."""
   allowed = types_of(schema, root)
   stripped = text.strip()
@@ -631,7 +631,7 @@ _NAMED_TAG = re.compile(r'<(function|parameter)=([^<>\n]+)>')
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _load(text: str) -> Any:
+def _load(text: str) -> object:
   """Returns the value of a JSON text. Raises ValueError."""
   try:
     return _DECODER.decode(text)

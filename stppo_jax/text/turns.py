@@ -45,7 +45,7 @@ class ReadMessage:
     self.calls = tuple((call['name'], _write(call['arguments'])) for call in functions)
 
   @functools.cached_property
-  def identity(self) -> tuple[Any, ...]:
+  def identity(self) -> tuple[object, ...]:
     """Two messages with equal identities are the same. White space around a turn does not count."""
     content = self.content.strip() if self.role == 'assistant' else self.content
     return self.role, content, self.calls
@@ -246,7 +246,7 @@ def first_difference(recorded: ReadMessage, message: ReadMessage) -> str:
   return f'{old[start:][:_SHOWN_CHARS]!r} came back as {new[start:][:_SHOWN_CHARS]!r}'
 
 
-def _write(value: Any) -> str:
+def _write(value: object) -> str:
   """Returns the same text for values that are equal as JSON: 2 and 2.0, or a JavaScript number.
 
   The JSON library nests deeper than a recursive function of Python.
