@@ -308,7 +308,7 @@ def _share_with_spread(groups: Collection[Sequence[types.Episode]]) -> float:
   return sum(map(has_spread, groups)) / len(groups)
 
 
-def to_json(batch: Sampled) -> dict[str, Any]:
+def to_json(batch: Sampled) -> dict[str, object]:
   """Returns the batch as JSON values, without loss."""
   return {
       'number': batch.number,

@@ -192,6 +192,7 @@ class Demonstrator:
     rng = random.Random(f'player {player_seed}')
     make_player: Any = self.source(task)
     players: dict[int, ScriptedPlayer] = {}
+    info: protocol.ResetInfo | protocol.StepInfo
     observation, info = stepping.reset(env, seed)
     prompt = state.observe(observation, info)
     while prompt.budget > 0:

@@ -77,7 +77,7 @@ class _Sequence(slots_lib.ActiveSequence):
       self.routes.append((routes, row, counts[row]))
     super().end_prefill(result, row)
 
-  def add(self, sampled: Any) -> None:
+  def add(self, sampled: sampler_lib.DecodeResult) -> None:
     """Adds the tokens of its row of a `DecodeResult` on the host."""
     row = self.slot
     count = int(sampled.counts[row])

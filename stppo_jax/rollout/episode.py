@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any
 import zlib
 
 from absl import logging
@@ -182,7 +181,9 @@ def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:
   return seeds
 
 
-def first_prompt(tokenizer: tokenizer_lib.Tokenizer, observation: str, info: dict) -> list[int]:
+def first_prompt(
+    tokenizer: tokenizer_lib.Tokenizer, observation: str, info: protocol.ResetInfo
+) -> list[int]:
   """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
   message = protocol.full_text(observation, info)
   tools = info.get('tools', ())
@@ -246,7 +247,7 @@ class EpisodeState:
     """Returns a turn of the active role as its environment reads it: with `opening`."""
     return self.opening + action_text(self._framing.tokenizer, tokens)
 
-  def observe(self, observation: str, info: Mapping[str, Any]) -> sequences.Prompt:
+  def observe(self, observation: str, info: Mapping[str, object]) -> sequences.Prompt:
     """Gives an observation to the role that moves next; returns its prompt.
 
     An observation that does not fit ends the episode.

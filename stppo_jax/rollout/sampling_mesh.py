@@ -46,7 +46,7 @@ def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ())
   return ordered(devices)
 
 
-def copy_shardings(model: decoder.ModelConfig, row_sharding: NamedSharding) -> Any:
+def copy_shardings(model: decoder.ModelConfig, row_sharding: NamedSharding) -> decoder.Params:
   """Returns the sharding of each leaf of the copy."""
   mesh: Any = row_sharding.mesh
   model = dataclasses.replace(model, head='tokens', row_sharding=None)

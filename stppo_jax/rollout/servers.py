@@ -226,7 +226,7 @@ APIS: Mapping[str, type[VllmApi | SglangApi]] = {
 }
 
 
-def _unless_missing(send: Send, path: str, body: Any) -> dict[str, Any]:
+def _unless_missing(send: Send, path: str, body: object) -> dict[str, Any]:
   """Returns the answer of a route; {} from an engine without it."""
   try:
     return send(path, body)

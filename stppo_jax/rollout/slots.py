@@ -13,6 +13,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from stppo_jax.rollout import sampler as sampler_lib
 
@@ -69,7 +70,7 @@ class Prefilled(NamedTuple):
 class SlotGroup:
   """Slots that are decoded together, with the same parameters."""
 
-  def __init__(self, sampler: sampler_lib.Sampler, params: Any):
+  def __init__(self, sampler: sampler_lib.Sampler, params: object):
     fewest_slots = sampler.slot_buckets[0]
     self.rows: list[Any] = [None] * sampler.width  # a sequence per slot, None where it is free
     self.context = sampler.empty(sampler.width, fewest_slots)
@@ -139,7 +140,7 @@ class SlotGroup:
     for sequence, source in zip(sequences, sources):
       sequence.end_prefill(prefilled.result, source)
 
-  def mask(self, allowed: Any) -> jax.Array:
+  def mask(self, allowed: np.ndarray) -> jax.Array:
     """Restricts the next token of each slot, see `Sampler.mask`."""
     self.context, log_mass = self._sampler.mask(self.context, allowed)
     return log_mass

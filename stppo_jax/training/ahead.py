@@ -4,12 +4,13 @@ import atexit
 import sys
 import threading
 import time
-from typing import Any
 
 from absl import logging
 
 from stppo_jax import types
 from stppo_jax.net import calls
+from stppo_jax.training import state as state_lib
+from stppo_jax.training import update as update_lib
 from stppo_jax.training.packing import Step
 
 _LOCK = threading.Lock()  # one run compiles at a time: those of a process share their programs
@@ -36,9 +37,9 @@ class Compilation:
 
   def __init__(
       self,
-      functions: Any,
-      state: Any,
-      frozen: Any,
+      functions: update_lib.Functions,
+      state: state_lib.TrainState,
+      frozen: state_lib.Frozen,
       batch: types.TurnBatch,
       first_epoch: Step,
       step: Step,

@@ -9,6 +9,7 @@ random keys) is a function of the seed and the progress.
   checkpoints/scores.json         held-out scores by updates
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import glob
@@ -19,6 +20,7 @@ import shutil
 import sys
 import threading
 from typing import Any
+from typing import TypeVar
 import zlib
 
 from absl import logging
@@ -33,6 +35,7 @@ from stppo_jax.net import calls
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
+Tree = TypeVar('Tree')  # a tree of arrays, or of their shapes
 _ITEMS = ('state', 'progress', 'copies')
 _CHECKSUMS = 'checksums.json'
 _SCORES = 'scores.json'
@@ -130,11 +133,11 @@ class Checkpoints:
       )
     return step
 
-  def restore(self, updates: int, like: Any) -> Any:
+  def restore(self, updates: int, like: Tree) -> Tree:
     """Returns the state after `updates`, with structure, shapes and shardings of `like`."""
     return self._restore(updates, 'state', ocp.args.StandardRestore(sharding.shapes(like)))
 
-  def restore_part(self, updates: int, like: Any) -> Any:
+  def restore_part(self, updates: int, like: Tree) -> Tree:
     """Returns the part of the state that `like` is, with its shapes and shardings.
 
     Nothing else of the state is read.
@@ -145,7 +148,7 @@ class Checkpoints:
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     return self._restore(updates, 'state', args)
 
-  def restore_copies(self, updates: int, like: Any, number: int) -> list[Any]:
+  def restore_copies(self, updates: int, like: Tree, number: int) -> list[Tree]:
     """Returns the `copies` saved after `updates`, with the structure and shardings of `like`."""
     shapes = [sharding.shapes(like)] * number
     return self._restore(updates, 'copies', ocp.args.StandardRestore(shapes))
@@ -161,10 +164,10 @@ class Checkpoints:
   def save(
       self,
       updates: int,
-      state: Any,
-      progress: dict[str, Any],
+      state: object,
+      progress: Mapping[str, object],
       score: float | None = None,
-      copies: Sequence[Any] = (),
+      copies: Sequence[object] = (),
   ) -> None:
     """Begins to save a checkpoint in the background. An existing one is kept.
 
@@ -231,7 +234,7 @@ class Checkpoints:
   def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, error: Any, *unused: Any) -> None:
+  def __exit__(self, error: object, *unused: object) -> None:
     try:
       self.close()
     except SaveError:

@@ -8,7 +8,7 @@ single roles are made here, too. summary.py takes means on the host.
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from stppo_jax.training import results
 from stppo_jax.training.state import Spec
 
 # A step is skipped if one of these is not finite.
+Value = TypeVar('Value')  # of a metric
 _DECISIVE = (
     'actor/pg_loss',
     'actor/kl_loss',
@@ -250,7 +251,7 @@ ROLE_NAMES = {
 }
 
 
-def role_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def role_metrics(role: str, metrics: Mapping[str, Value]) -> dict[str, Value]:
   """Returns the metrics of the rows or of the policy of a role, under the role's name."""
   chosen = {}
   for name, name_of_role in ROLE_NAMES.items():

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import typing
-from typing import Any
 
 from absl import logging
 import jax
@@ -23,7 +22,9 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import sequences
 from stppo_jax.settings import objective
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import ahead
 from stppo_jax.training import minibatches
 from stppo_jax.training import packing
@@ -34,6 +35,24 @@ from stppo_jax.training.state import TrainState
 
 # Context manager of the seconds of a phase, see `timing.Timing`.
 Timing = Callable[[str], contextlib.AbstractContextManager]
+
+
+# The state of a run: that of its only policy, or {role: the state of its policy}.
+States = TrainState | dict[str, TrainState]
+
+
+class Teacher(typing.Protocol):
+  """Scores tokens for on-policy distillation, see `teacher.TeacherServer`."""
+
+  stop_signal: StopSignal
+
+  def batch_logp(
+      self,
+      episodes: Sequence[types.Episode],
+      batch: types.TurnBatch,
+      sharding: jax.sharding.Sharding | None,
+  ) -> types.TurnBatch:
+    """Returns the batch with `teacher_logp` [B,T]. Its first rows are those of the episodes."""
 
 
 class Models(typing.NamedTuple):
@@ -84,11 +103,11 @@ class Learners:
   bins: minibatches.Bins
   states: dict[str, TrainState]
   seed: int
-  teacher: Any = None
+  teacher: Teacher | None = None
   compilation: ahead.Compilation | None = None
 
   @property
-  def state(self) -> Any:
+  def state(self) -> States:
     """The state as a checkpoint holds it: a TrainState, or {role: TrainState}."""
     return self.states[''] if '' in self.states else self.states
 
@@ -99,13 +118,13 @@ class Learners:
     return sum(leaf.nbytes for leaf in leaves)
 
   @property
-  def actor(self) -> Any:
+  def actor(self) -> sequences.PolicyParams:
     """The trained parameters of the policy. Several policies give a list, in order."""
     actors = [state.actor for state in self.states.values()]
     return _one_or_list(actors)
 
   @property
-  def start_actor(self) -> Any:
+  def start_actor(self) -> sequences.PolicyParams:
     """The parameters of `actor` as they sample, and as the next update starts from them."""
     actors = [self.start_state(name).actor for name in self.states]
     return _one_or_list(actors)
@@ -115,21 +134,21 @@ class Learners:
     state = self.states[name]
     return state_lib.extrapolated(state, self.spec.variant.extrapolation)
 
-  def policy(self, actor: Any) -> Any:
+  def policy(self, actor: sequences.PolicyParams) -> sequences.PolicyParams:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
     combine = self.frozen.policy
     if isinstance(actor, list):
       return list(map(combine, actor))
     return combine(actor)
 
-  def restore(self, read: Callable[[Any], Any]) -> None:
+  def restore(self, read: Callable[[States], States]) -> None:
     """Replaces the state by read(shapes with shardings). Frees the old one first, to make room."""
     shapes = sharding.shapes(self.state)
     names = list(self.states)
     self.states.clear()
     state = read(shapes)
     for name in names:
-      self.states[name] = state[name] if name else state
+      self.states[name] = state[name] if isinstance(state, dict) else state
 
   def forget_skipped_steps(self) -> None:
     """Sets the count of skipped steps in a row to 0, as after a rollback."""
@@ -249,7 +268,7 @@ def build(
     load_policy: Callable,
     policies: Sequence[str] = ('',),
     pad_id: int = 0,
-    teacher: Any = None,
+    teacher: Teacher | None = None,
 ) -> Learners:
   """Loads the weights; returns the learners of these policies. Compiles nothing.
 

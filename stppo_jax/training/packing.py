@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
+from typing import TypeVar
 
 import chex
 import flax
@@ -25,6 +26,7 @@ from jax.extend.core import jaxpr_as_fun
 import jax.numpy as jnp
 import numpy as np
 
+Tree = TypeVar('Tree')  # a tree of arrays
 Array = jax.Array | np.ndarray
 
 
@@ -186,12 +188,12 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
 
 
 def sum_over(
-    function: Callable[[Layout], Any],
+    function: Callable[[Layout], Tree],
     packing: Packing,
     num_bins: int,
     capacities: Sequence[int],
     num_tokens: int,
-) -> Any:
+) -> Tree:
   """Returns the sum of function(Layout) over every non-empty micro-batch, for rows of `num_tokens`.
 
   Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import os
 from typing import Any
+from typing import TypeVar
 
 from absl import logging
 import jax
@@ -32,6 +33,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.types import RunError
 
+Tree = TypeVar('Tree')  # a tree of arrays, or of their shapes
 MAX_ROLLBACKS = 3  # to one checkpoint
 Ahead = batching.Sampled | batching.Unsampled
 _SHARED = 'give a --workdir that all processes share'
@@ -154,7 +156,7 @@ class Rollbacks:
     )
 
 
-def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:
+def restore_part(workdir: str, like: Tree, which: str = 'newest') -> tuple[Tree, int | None]:
   """Returns the part `like` of the state in the newest or best checkpoint, and its updates.
 
   `like` is a tree of shapes with shardings, a subtree of the state. Without a checkpoint, returns
@@ -217,7 +219,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
     ahead.sort(key=lambda batch: batch.number)
     return progress, ahead
 
-  def save_run(self, progress: Progress, state: Any, ahead: Sequence[Ahead]) -> None:
+  def save_run(self, progress: Progress, state: object, ahead: Sequence[Ahead]) -> None:
     """Begins to save the state, how far the run is, and the batches ahead.
 
     Choice: does not wait for batches that are still to be sampled. Saves the parameters that are
@@ -244,7 +246,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
       record['unfinished'] = {name: np.asarray(x).item() for name, x in progress.unfinished.items()}
     self.save(progress.updates, state, record, progress.score, list(copies.values()))
 
-  def save_on_error(self, error: Exception, progress: Progress, state: Any) -> None:
+  def save_on_error(self, error: Exception, progress: Progress, state: object) -> None:
     """Saves the state after an error, if it is whole and a resumed run can write its metrics.
 
     Choice: drops batches that were sampled ahead, which may hold what failed. They are sampled

@@ -547,8 +547,8 @@ class Run:
     divisor = metrics.get('stppo/divisor', 1.0)
     norm = metrics.get('stppo/grad_norm', math.nan)
     if math.isfinite(norm) and not math.isfinite(divisor):
-      name = self.learners.spec.variant.described()['divisor']
-      cause = f'the divisor {name!r} gave no positive number, so nothing was applied'
+      divisor_name = self.learners.spec.variant.described()['divisor']
+      cause = f'the divisor {divisor_name!r} gave no positive number, so nothing was applied'
     raise recovery.Stuck(
         f'{cause} in {skipped} optimizer steps in a row, up to update {n}: their episodes are in '
         f'{path}',

@@ -19,6 +19,7 @@ import pathlib
 import shutil
 from typing import Any
 from typing import NamedTuple
+from typing import TypedDict
 
 from absl import logging
 import jax
@@ -296,6 +297,13 @@ def choose_bins(
   return max(number for number, size in num_computed.items() if size <= limit)
 
 
+class SftState(TypedDict):
+  """The state of training on conversations, as a checkpoint holds it."""
+
+  actor: dict  # what is trained of the policy: all, or adapters
+  opt: optax.OptState
+
+
 class Trainer:
   """The compiled step and the compiled loss of a model."""
 
@@ -320,13 +328,13 @@ class Trainer:
     self._step = jax.jit(self._take_step, donate_argnums=0)
     self._loss = jax.jit(self._sum_loss)
 
-  def init(self, actor: dict) -> dict[str, Any]:
+  def init(self, actor: dict) -> SftState:
     """Returns the state of training around the parameters."""
     shapes = jax.eval_shape(self._optimizer.init, actor)
     make = jax.jit(self._optimizer.init, out_shardings=self._places(shapes))
     return {'actor': actor, 'opt': make(actor)}
 
-  def step(self, state: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], jax.Array]:
+  def step(self, state: SftState, rows: Rows) -> tuple[SftState, jax.Array]:
     """Returns the state after an optimizer step, and the loss before it. Donates the state.
 
     The loss is NaN if the gradient is not finite. Nothing waits for the device.

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 from typing import NamedTuple
 
+from jax.typing import ArrayLike
 import numpy as np
 
 from stppo_jax import types
@@ -61,7 +61,7 @@ def update_summary(policy_updates: Sequence[PolicyUpdate]) -> dict[str, float]:
   return metrics
 
 
-def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def means(parts: Sequence[Mapping[str, ArrayLike]]) -> dict[str, float]:
   """Returns the mean of each metric over the parts, which all have the same metrics.
 
   NaN does not count in the metrics of `_MAY_BE_UNDEFINED`. If one of them is NaN in all parts, it

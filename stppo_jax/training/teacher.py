@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from absl import logging
+import jax
 import numpy as np
 
 from stppo_jax import types
@@ -104,7 +105,10 @@ class TeacherServer:
     return logp
 
   def batch_logp(
-      self, episodes: Sequence[types.Episode], batch: types.TurnBatch, sharding: Any
+      self,
+      episodes: Sequence[types.Episode],
+      batch: types.TurnBatch,
+      sharding: jax.sharding.Sharding | None,
   ) -> types.TurnBatch:
     """Returns the batch with `teacher_logp` [B,T]. Its first rows are those of the episodes."""
     rows = []
@@ -131,7 +135,7 @@ class TeacherServer:
           call.result()  # raises the error
     return [call.result() for call in calls]
 
-  def _logp(self, prompt: dict[str, Any], tokens: Sequence[int]) -> list[float] | None:
+  def _logp(self, prompt: dict[str, object], tokens: Sequence[int]) -> list[float] | None:
     """Returns the log-probs of the prompt's tokens; None if the server reads other tokens."""
     scored = self._ask(prompt)
     if len(scored) != len(tokens):
@@ -143,7 +147,7 @@ class TeacherServer:
       logp.append(float(entry[str(token)]['logprob']))
     return logp
 
-  def _ask(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+  def _ask(self, prompt: dict[str, object]) -> list[dict[str, Any]]:
     """Returns {token id: its log-prob} for each token of the prompt; the first entry is {}."""
     try:
       scored = self._request(prompt)['choices'][0]['prompt_logprobs']
@@ -153,7 +157,7 @@ class TeacherServer:
     except (ValueError, TypeError, LookupError) as error:
       raise self._error('gave no prompt_logprobs') from error
 
-  def _request(self, prompt: dict[str, Any]) -> Any:
+  def _request(self, prompt: dict[str, object]) -> Any:
     """Returns the JSON of an answer. Waits as long as the server may be back. Raises Rejected."""
     body = prompt | {
         'model': self._model,

@@ -23,6 +23,7 @@ import functools
 import types
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,8 @@ from stppo_jax.training.state import TrainState
 from stppo_jax.types import TurnBatch
 from stppo_jax.types import UserError
 
+Tree = TypeVar('Tree')  # a tree of arrays
+AnyLayout = packing_lib.Layout | packing_lib.RowLayout
 Metrics = dict[str, jax.Array]
 
 
@@ -338,14 +341,16 @@ class StepInputs:
   packing: packing_lib.Packing | None = None
   mesh: jax.sharding.Mesh | None = None  # where gradients are kept; None: wherever they are
 
-  def placed(self, grads: Any) -> Any:
+  def placed(self, grads: Tree) -> Tree:
     """Keeps gradients where their parameters are. Otherwise XLA replicates the larger ones."""
     if self.mesh is None:
       return grads
     places = sharding.tree_shardings(grads, self.mesh)
     return jax.lax.with_sharding_constraint(grads, places)
 
-  def sum_micro_batches(self, function: Callable, packing: packing_lib.Packing | None) -> Any:
+  def sum_micro_batches(
+      self, function: Callable[[AnyLayout], Tree], packing: packing_lib.Packing | None
+  ) -> Tree:
     """Returns the sum of function(layout) over all micro-batches.
 
     The sum also joins arrays [b,T] of the micro-batches. Each token belongs to one micro-batch, and
