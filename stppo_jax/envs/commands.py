@@ -40,7 +40,7 @@ class CommandFailed(Exception):
 class Process:
   """A command that plays one episode. The caller must call `end`."""
 
-  def __init__(self, command: list[str], task: Mapping[str, Any], base_url: str, model: str):
+  def __init__(self, command: list[str], task: Mapping[str, object], base_url: str, model: str):
     self.log = ''  # the end of standard error, once the process has ended
     self._output = tempfile.TemporaryFile()
     self._report: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class CommandProgram(program_lib.Program):
 
 
 def make_factory(
-    kind: str, options: Mapping[str, Any], reward: rewards.Reward
+    kind: str, options: Mapping[str, object], reward: rewards.Reward
 ) -> factory.EnvFactory:
   """Returns the factory of `env.kind`. UserError: its command cannot be started."""
   command = split(kind)
@@ -115,7 +115,7 @@ def make_factory(
         f'config.env.options={dict(options)!r}: a command has none, write them into env.kind'
     )
 
-  def start(task: Mapping[str, Any], base_url: str, model: str) -> Process:
+  def start(task: Mapping[str, object], base_url: str, model: str) -> Process:
     return Process(command, task, base_url, model)
 
   return factory.EnvFactory(CommandProgram(start, {}, reward), {}, uses_global_random=False)

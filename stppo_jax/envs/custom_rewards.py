@@ -74,7 +74,7 @@ class CustomReward:
   def __init__(
       self,
       name: str,  # config.env.reward
-      function: Callable[..., Any],
+      function: Callable[..., object],
       max_outage_s: float,
       clock: Callable[[], float] = time.monotonic,
       have_several: Callable[[], bool] = lambda: False,  # whether a task has several answers
@@ -148,8 +148,8 @@ class CustomReward:
 
 
 def _adapt(
-    name: str, function: Callable[..., Any], have_several: Callable[[], bool]
-) -> Callable[..., Any]:
+    name: str, function: Callable[..., object], have_several: Callable[[], bool]
+) -> Callable[..., object]:
   """Returns a reward as a function (task, answer, transcript). UserError: it takes something else.
 
   The names of its parameters decide.
@@ -225,7 +225,7 @@ def _refusal(name, names, required):
   )
 
 
-def _ground_truth(task: types.Task, have_several: Callable[[], bool]) -> Any:
+def _ground_truth(task: types.Task, have_several: Callable[[], bool]) -> object:
   """Returns the answer of a task in verl's way: a text, or a list if any task has several."""
   return list(task.answers) if have_several() else task.answers[0]
 
@@ -258,7 +258,7 @@ class _TrlReward:
     self._gives_messages: bool | None = None  # None: not known yet
     self._num_probes = 0
 
-  def __call__(self, task: types.Task, answer: str, transcript: str) -> Any:
+  def __call__(self, task: types.Task, answer: str, transcript: str) -> object:
     del answer
     columns = self._columns(task)
     if self._gives_messages is not None:
@@ -342,7 +342,7 @@ _LOOPS: list[_Loop] = []  # the last one is used
 _LOOPS_LOCK = threading.Lock()
 
 
-def _wait_for(value: Awaitable[Any]) -> Any:
+def _wait_for(value: Awaitable[object]) -> object:
   """Returns the result of a coroutine. A loop that a call blocks is replaced."""
   has_started = threading.Event()
 

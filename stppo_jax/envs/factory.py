@@ -119,7 +119,7 @@ class EnvFactory:
 
 
 def make_factory(
-    name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]
+    name: str, make: object, offered: Mapping[str, object], options: Mapping[str, object]
 ) -> EnvFactory:
   """Returns the factory of the class `make`, which `config.env.kind` calls `name`.
 
@@ -200,7 +200,7 @@ class FailedEnv:
     raise AssertionError(f'{self.name} has no episode for {action!r}')
 
 
-def class_name(env: Any) -> str:
+def class_name(env: object) -> str:
   """Returns the name of an environment's class for messages."""
   if isinstance(env, FailedEnv):
     return env.name

@@ -72,7 +72,7 @@ class Guard:
     """Returns a guard with the same signal, without a time limit."""
     return Guard(0.0, self._stop_signal, self._in_place, self._stopped is types.Stopped)
 
-  def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+  def call(self, what: str, function: Callable[..., types.T], *args: Any, **kwargs: Any) -> types.T:
     """Returns function(*args, **kwargs), or raises its error.
 
     Raises TimedOut, which names `what`, and Stopped. SystemExit and KeyboardInterrupt of the

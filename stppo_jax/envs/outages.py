@@ -6,7 +6,6 @@ Statuses and names of classes decide, so that no library is imported.
 import errno
 import re
 import socket
-from typing import Any
 
 _ERRNOS = frozenset(
     getattr(errno, name)
@@ -71,7 +70,7 @@ def _known(error: BaseException) -> bool | None:
   return True if any(map(_NAMES.search, names)) else None
 
 
-def _status(error: Any) -> int | None:
+def _status(error: object) -> int | None:
   """Returns the HTTP status of an error of any client library; None without one."""
   response = getattr(error, 'response', None)
   if isinstance(response, dict):  # botocore

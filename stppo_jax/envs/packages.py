@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import math
+import types as types_lib
 from typing import Any
 from typing import ClassVar
 import zlib
@@ -22,7 +23,7 @@ NUM_TRAIN_SEEDS = 10_000
 NUM_SEEDS = 256  # in any split other than 'train'
 
 
-def import_package(given: str, module: str, extra: str) -> Any:
+def import_package(given: str, module: str, extra: str) -> types_lib.ModuleType:
   """Imports a module that the setting `given` needs. UserError: the extra is not installed.
 
   Handlers that the package adds to the root logger are removed.
@@ -51,7 +52,7 @@ def check_name(kind: str, name: str, names: Iterable[str]) -> None:
     )
 
 
-def registry_constructor(package: str, env_id: str) -> Callable[..., Any]:
+def registry_constructor(package: str, env_id: str) -> Callable[..., object]:
   """Returns the constructor of an environment in a package's registry. UserError: it has none.
 
   The constructor turns the package's errors into a UserError.
@@ -62,7 +63,7 @@ def registry_constructor(package: str, env_id: str) -> Callable[..., Any]:
   registration = import_package(given, f'{package}.envs.registration', package)
   check_name(kind, env_id, registration.ENV_REGISTRY)
 
-  def construct(**options: Any) -> Any:
+  def construct(**options: Any) -> object:
     with explain_errors(
         f'{given} with options {options!r} cannot be made',
         'change the options; environments over a data set need it on this machine',
@@ -80,7 +81,7 @@ class PackageEnv:
 
 
 def adapt(
-    env_class: type[PackageEnv], construct: Callable[..., Any], kind: str, dataset: str
+    env_class: type[PackageEnv], construct: Callable[..., object], kind: str, dataset: str
 ) -> type[PackageEnv]:
   """Returns the subclass of `env_class` for one of the package's environments."""
   attributes = {
@@ -91,7 +92,7 @@ def adapt(
   return type(env_class.__name__, (env_class,), attributes)
 
 
-def turn_attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
+def turn_attributes(settings: Mapping[str, Any]) -> dict[str, object]:
   """Returns frame and stop strings; by default observations are user turns of the template."""
   return {
       'frame': settings.get('frame', 'user'),
@@ -111,7 +112,7 @@ def seed_tasks(dataset: str, split: str) -> list[types.Task]:
   return [types.Task(f'{split}-{seed}', dataset=dataset, split=split, seed=seed) for seed in seeds]
 
 
-def numbers(info: Mapping[str, Any]) -> dict[str, float]:
+def numbers(info: Mapping[str, object]) -> dict[str, float]:
   """Returns the finite numbers of another package's `info`; they become metrics."""
   return {
       str(name): float(value)

@@ -52,7 +52,7 @@ class Program:
     return result
 
 
-async def _wait_for(result: Awaitable[Any]) -> Any:
+async def _wait_for(result: Awaitable[types.T]) -> types.T:
   return await result
 
 
@@ -73,7 +73,7 @@ class ProgramEnv:
 
 
 def make_factory(
-    name: str, function: Any, options: Mapping[str, Any], reward: rewards.Reward
+    name: str, function: object, options: Mapping[str, object], reward: rewards.Reward
 ) -> factory.EnvFactory:
   """Returns the factory of a program called `name`. UserError: it is not a function."""
   if not callable(function):

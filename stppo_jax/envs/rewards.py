@@ -236,7 +236,7 @@ class Score(float):
   metrics: dict[str, float] = {}
 
 
-def read_score(name: str, value: Any, task: types.Task, answer: str) -> Score:
+def read_score(name: str, value: object, task: types.Task, answer: str) -> Score:
   """Returns the value of a reward: a number, {'score': number, ..} or (number, metrics).
 
   Metrics that are finite numbers are kept, as 'reward/NAME'. UserError: there is no finite number.

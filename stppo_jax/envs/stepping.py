@@ -25,7 +25,7 @@ _MAX_FRAMES = 5  # shown of a call that was left running
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
-def reset(env: Any, seed: int) -> tuple[str, Any]:
+def reset(env: protocol.Env, seed: int) -> tuple[str, Any]:
   """Resets an environment and returns (observation, info).
 
   If it raises an error or takes too long, `info` has 'environment_error', one line, and
@@ -43,7 +43,7 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
   )
 
 
-def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool, Any]:
+def step(env: protocol.Env, action: str, **passages: Any) -> protocol.Step:
   """Steps an environment and returns (observation, reward, terminated, truncated, info).
 
   If it raises an error, its episode ends, and `info` is as in `reset`. UserError: it returned
@@ -94,7 +94,7 @@ def _call(env, method, *args, **kwargs):
 
 
 def step_all(
-    envs: Sequence[Any], actions: Sequence[str], map_all: Callable[..., Iterable] = map
+    envs: Sequence[protocol.Env], actions: Sequence[str], map_all: Callable[..., Iterable] = map
 ) -> list[protocol.Step]:
   """Steps every environment once, with one search per (retriever, top_k) for all of them.
 

@@ -56,7 +56,7 @@ class Workers:
     self._limits = limits
     self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
-  def call(self, function: str, arguments: Mapping[str, Any]) -> Outcome:
+  def call(self, function: str, arguments: Mapping[str, object]) -> Outcome:
     """Calls `module:function` with these keyword arguments, and waits for its result."""
     request = {'function': function, 'arguments': arguments, 'max_chars': self._limits.max_chars}
     try:
@@ -157,7 +157,7 @@ class McpServer:
         self._end()
         raise
 
-  def call(self, name: str, arguments: Mapping[str, Any]) -> Outcome:
+  def call(self, name: str, arguments: Mapping[str, object]) -> Outcome:
     """Calls a tool and returns its answer as a text, see `_answer_text`.
 
     Raises Stopped, without a call, if the episode ended while other calls were in progress.
@@ -251,7 +251,7 @@ def _answer_text(answer: Any) -> str:
   return '\n'.join([*texts, *others])
 
 
-def _name_part(part: Any, resource: Any) -> str:
+def _name_part(part: Any, resource: object) -> str:
   """Returns a line about a part that is no text: its type, format and address."""
   source = part if resource is None else resource
   words = [part.type.replace('_', ' ')]
@@ -262,7 +262,7 @@ def _name_part(part: Any, resource: Any) -> str:
   return f'[{" ".join(words)}: not shown]'
 
 
-def _is_json_of(text: str, value: Any) -> bool:
+def _is_json_of(text: str, value: object) -> bool:
   with contextlib.suppress(ValueError, RecursionError):
     return json.loads(text) == value
   return False

@@ -81,7 +81,7 @@ class Tool:
     return self.schema['function']['name']
 
   @property
-  def parameters(self) -> dict[str, Any]:
+  def parameters(self) -> dict[str, object]:
     """The JSON schema of its arguments. It allows no others if `properties` names all of them."""
     parameters = self.schema['function'].get('parameters')
     if parameters is None:  # it takes no arguments
@@ -213,7 +213,7 @@ class ToolEnv:
       return None
     return calls[0].arguments['query']
 
-  def step(self, action: str, passages: Any = search.NOT_SEARCHED) -> protocol.Step:
+  def step(self, action: str, passages: object = search.NOT_SEARCHED) -> protocol.Step:
     """Runs the calls of a turn, or ends the episode with its answer."""
     content, calls = self._form.parse(action)
     answer = None if calls else rewards.extract_answer(content)
@@ -300,5 +300,5 @@ class ToolEnv:
     return {'action': action, 'metrics': {**scores, **counts}}
 
 
-def _schemas(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+def _schemas(tools: Iterable[Tool]) -> list[dict[str, object]]:
   return [json.loads(json.dumps(tool.schema)) for tool in tools]

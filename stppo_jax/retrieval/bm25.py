@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import functools
 import logging
 import re
+import types as types_lib
 from typing import Any
 import unicodedata
 
@@ -70,7 +71,7 @@ def _index(texts: Iterable[str]) -> Any:
 
 
 @functools.cache
-def _library() -> Any:
+def _library() -> types_lib.ModuleType:
   """Imports bm25s, which runs a JAX program on import: it must not run before JAX is set up."""
   import bm25s
 

@@ -5,6 +5,7 @@ GPU's memory. The encoder needs the extra `dense` (torch).
 """
 
 from collections.abc import Sequence
+import types as types_lib
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class Encoder:
       vectors[rows] = self._encode_batch(clean)
     return vectors
 
-  def _encode_batch(self, texts: list[str]) -> Any:
+  def _encode_batch(self, texts: list[str]) -> np.ndarray:
     batch = self._tokenizer(
         texts, padding=True, truncation=True, max_length=self._max_tokens, return_tensors='pt'
     )
@@ -81,7 +82,7 @@ class Encoder:
       return self._torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
 
-def _import_torch() -> Any:
+def _import_torch() -> types_lib.ModuleType:
   try:
     import torch
   except ImportError as error:

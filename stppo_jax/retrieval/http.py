@@ -136,7 +136,7 @@ class HttpRetriever:
       return [self._read_passages(row, top_k) for row in rows]
     return [None] * len(queries)
 
-  def _send(self, body: dict[str, Any], is_gone: StopSignal) -> bytes:
+  def _send(self, body: dict[str, object], is_gone: StopSignal) -> bytes:
     """Returns the server's answer, after retries. Sets `is_gone` if no attempt had an answer."""
     settings = self._settings
     is_silent = True
@@ -161,7 +161,7 @@ class HttpRetriever:
         is_gone.set()
       raise
 
-  def _read_passages(self, rows: Any, top_k: int) -> list[types.Passage] | None:
+  def _read_passages(self, rows: object, top_k: int) -> list[types.Passage] | None:
     """Returns the passages of a query; None if one of them is malformed."""
     try:
       if not isinstance(rows, list):

@@ -8,7 +8,7 @@ make(settings, load_corpus) that returns search(queries, top_k), or an object wi
 from collections.abc import Callable
 from collections.abc import Sequence
 import types as types_lib
-from typing import Any
+from typing import Protocol
 
 from absl import logging
 
@@ -19,7 +19,25 @@ from stppo_jax.retrieval import protocol
 LoadCorpus = Callable[[], Sequence[types.Passage]]
 
 
-def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever | None:
+class KindSettings(Protocol):
+  """The settings that retrievers read: those of config.retriever, or flags with these names."""
+
+  kind: str
+  url: str
+  dialect: str
+  timeout_s: float
+  retries: int
+  backoff_s: float
+  concurrency: int
+  max_queries: int
+  encoder: str
+  embeddings: str
+  device: str
+
+
+def make(
+    maker: Callable, settings: KindSettings, load_corpus: LoadCorpus
+) -> protocol.Retriever | None:
   """Calls one of RETRIEVERS or a function of the user's; None for 'none'."""
   retriever = maker(settings, load_corpus)
   if retriever is None or hasattr(retriever, 'search'):
@@ -33,7 +51,7 @@ def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Re
 
 
 def make_dense(
-    passages: Sequence[types.Passage], settings: Any, with_words: bool = False
+    passages: Sequence[types.Passage], settings: KindSettings, with_words: bool = False
 ) -> protocol.Retriever:
   """Returns a search by the vectors of a BERT-class model, with BM25 if `with_words`."""
   from stppo_jax.retrieval import dense  # imported only if needed: it loads torch
@@ -46,7 +64,7 @@ def make_dense(
   return dense.HybridRetriever([bm25.Bm25Retriever(passages), dense_retriever])
 
 
-def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
+def _http(settings: KindSettings, load_corpus: LoadCorpus) -> protocol.Retriever:
   from stppo_jax.retrieval import http
 
   del load_corpus  # the server has the corpus
@@ -61,7 +79,7 @@ def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   return http.HttpRetriever(settings.url, http_settings)
 
 
-def _bm25(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
+def _bm25(settings: KindSettings, load_corpus: LoadCorpus) -> protocol.Retriever:
   del settings
   passages = load_corpus()
   logging.info('BM25 over %d passages', len(passages))

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 from typing import Annotated
-from typing import Any
 
 import jax
 import prometheus_client
@@ -165,7 +164,9 @@ def serve(app: RetrievalApp, host: str, port: int, hosts: Sequence[str] = ()) ->
   app.close()
 
 
-def make_retriever(flags: argparse.Namespace, passages: Sequence[types.Passage]) -> Any:
+def make_retriever(
+    flags: argparse.Namespace, passages: Sequence[types.Passage]
+) -> protocol.Retriever:
   """Makes the retriever of --kind, --encoder and --embeddings."""
   jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
   if flags.kind != 'bm25' and not flags.encoder:
@@ -173,7 +174,9 @@ def make_retriever(flags: argparse.Namespace, passages: Sequence[types.Passage])
         f'--kind={flags.kind} needs --encoder=FOLDER, a BERT-class encoder such as e5-base-v2 in '
         'Hugging Face format'
     )
-  return kinds.make(kinds.RETRIEVERS[flags.kind], flags, lambda: passages)
+  retriever = kinds.make(kinds.RETRIEVERS[flags.kind], flags, lambda: passages)
+  assert retriever is not None  # as for each of KINDS
+  return retriever
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 
 
-def make(env_id: str) -> Callable[..., Any]:
+def make(env_id: str) -> Callable[..., object]:
   """Returns a function that makes the environment `env_id`. UserError: GEM has no such ID."""
   construct = packages.registry_constructor('gem', env_id)
   dataset = env_id.replace('/', '_')

@@ -26,7 +26,7 @@ _SCHEMES = {'http': 'ws', 'https': 'wss', 'ws': 'ws', 'wss': 'wss'}
 _MAX_MESSAGE_BYTES = 1 << 24
 
 
-def make(url: str) -> Callable[..., Any]:
+def make(url: str) -> Callable[..., object]:
   """Returns a function that makes environments on a server. UserError: `url` is no address."""
   kind = f'openenv:{url}'
   parts = urllib.parse.urlsplit(url)

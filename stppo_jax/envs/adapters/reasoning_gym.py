@@ -36,7 +36,7 @@ _NO_ANSWER = 'I do not know'
 INSTRUCTIONS = '\nWrite the final answer between <answer> and </answer>.\n'
 
 
-def make(name: str) -> Callable[..., Any]:
+def make(name: str) -> Callable[..., object]:
   """Returns a function that makes environments of a data set. UserError: there is no such name."""
   kind = f'reasoning_gym:{name}'
   given = f'config.env.kind={kind!r}'
@@ -55,7 +55,7 @@ class ReasoningGymEnv(packages.PackageEnv):
   stops_in_thoughts = False
 
   @staticmethod
-  def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
+  def attributes(settings: Mapping[str, Any]) -> dict[str, object]:
     """Returns the stop strings; by default the end of the answer, if it is tagged."""
     default = _stop_strings(settings.get('tagged', True))
     return {'stop_strings': tuple(settings.get('stop_strings', default))}

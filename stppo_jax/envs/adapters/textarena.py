@@ -28,7 +28,7 @@ ROLES = ('player_0', 'player_1')  # a policy that plays itself has these
 _MAX_OPPONENT_MOVES = 100  # between two turns of the agent
 
 
-def make(env_id: str) -> Callable[..., Any]:
+def make(env_id: str) -> Callable[..., object]:
   """Returns a function that makes the game `env_id`. UserError: TextArena has no such ID."""
   construct = packages.registry_constructor('textarena', env_id)
   return packages.adapt(TextArenaEnv, construct, f'textarena:{env_id}', env_id)
@@ -40,7 +40,7 @@ class TextArenaEnv(packages.PackageEnv):
   core_metrics = ('won',)  # 1 if the player's reward is 1, or above all others'
 
   @staticmethod
-  def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
+  def attributes(settings: Mapping[str, object]) -> dict[str, object]:
     """Returns the attributes that depend on the settings. There are roles in self-play only."""
     roles = ROLES if settings.get('opponent') == SELF else ()
     return {**packages.turn_attributes(settings), 'roles': roles}
