@@ -24,7 +24,7 @@ from stppo_jax.training import results
 from stppo_jax.training.state import Spec
 
 # A step is skipped if one of these is not finite.
-Value = TypeVar('Value')  # of a metric
+Value = TypeVar('Value')  # the type of a metric
 _DECISIVE = (
     'actor/pg_loss',
     'actor/kl_loss',
