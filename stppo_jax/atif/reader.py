@@ -294,7 +294,7 @@ class AtifReader:
     return '\n'.join(parts)
 
 
-def _load(path: pathlib.Path) -> dict[str, Any] | None:
+def _load(path: pathlib.Path) -> dict[str, object] | None:
   """Returns the document of a file; None: the file is something else."""
   document = types.parse_json(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None

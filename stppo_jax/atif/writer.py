@@ -85,12 +85,12 @@ def write_folder(
 
 def document(
     episode: types.Episode,
-    place: Mapping[str, Any],
+    place: Mapping[str, object],
     tokenizer: tokenizer_lib.Tokenizer,
     model: str,
     name: str,
     tool_form: str = 'hermes',
-) -> dict[str, Any]:
+) -> dict[str, object]:
   """Returns the trajectory of an episode; `place` is its step, kind, batch and row in a run."""
   context = episode.prompt.tolist()
   steps: list[dict[str, Any]] = [
@@ -125,7 +125,7 @@ def _step(
     tokenizer: tokenizer_lib.Tokenizer,
     number: int,
     tool_form: str,
-) -> dict[str, Any]:
+) -> dict[str, object]:
   """Returns the step of a turn that was sampled after the ids `context`."""
   ids = turn.tokens.tolist()
   text = episode_lib.action_text(tokenizer, turn.tokens)
@@ -180,7 +180,7 @@ def _calls(action: str, text: str, tool_form: str, in_thought: bool) -> list[too
   return [call for call in calls if not call.error]
 
 
-def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -> dict[str, Any]:
+def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -> dict[str, object]:
   """Returns what Harbor's viewer shows of a trial."""
   task = episode.task.id
   return {
@@ -200,7 +200,7 @@ def _rewards(episode):
   return episode.metrics | {'reward': episode.score}
 
 
-def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -> dict[str, Any]:
+def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -> dict[str, object]:
   """Returns what Harbor's viewer shows of a job."""
   by_dataset: dict[str, list[dict[str, float]]] = {}
   for episode in episodes:
@@ -218,7 +218,7 @@ def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -
   }
 
 
-def _write(path: str, value: Mapping[str, Any]) -> None:
+def _write(path: str, value: Mapping[str, object]) -> None:
   os.makedirs(os.path.dirname(path), exist_ok=True)
   with open(path, 'w', encoding='utf-8') as file:
     json.dump(value, file, allow_nan=False)

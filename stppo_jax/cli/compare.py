@@ -54,7 +54,7 @@ def text(first: str, second: str) -> str:
   return '\n\n'.join(parts)
 
 
-def read_settings(folder: str) -> dict[str, Any]:
+def read_settings(folder: str) -> dict[str, object]:
   """Returns the settings of a folder and its provenance, by their paths."""
   settings = workdir_lib.read_settings(folder)
   if not settings:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 import importlib.util
 import os
 import traceback
-from typing import Any
 
 from absl import logging
 
@@ -72,7 +71,7 @@ def find(file: str) -> str:
   return file
 
 
-def apply(config: Config, overrides: Mapping[str, Any]) -> None:
+def apply(config: Config, overrides: Mapping[str, object]) -> None:
   """Sets the values of the command line."""
   for path, value in overrides.items():
     parent, _, name = path.rpartition('.')

@@ -134,7 +134,7 @@ def _advice(name: str, names: Sequence[str]) -> str:
   return f'did you mean --{" or --".join(near[:3])}?'
 
 
-def _parse_value(name: str, text: str, kind: Any) -> Any:
+def _parse_value(name: str, text: str, kind: object) -> Any:
   """Returns the value of a flag. The config's own rules check it later."""
   if text == 'None' and type(None) in get_args(kind):
     return None
@@ -163,7 +163,7 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
   return value
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> object:
   """Returns the value that a text has in JSON or Python. Any other text is a string."""
   for read in (json.loads, ast.literal_eval):
     try:

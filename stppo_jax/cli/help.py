@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Sequence
 import pathlib
-from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax.algorithms import variant as variant_lib
@@ -123,7 +122,7 @@ def section(name: str, config: Config) -> str:
   return '\n'.join(lines)
 
 
-def _variant_values(config: Config) -> dict[str, Any]:
+def _variant_values(config: Config) -> dict[str, object]:
   """Returns the values of the config's variant, by the paths of their settings."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
   if not isinstance(variant, variant_lib.Variant):

@@ -94,7 +94,7 @@ def _is_within(folder: str, path: Any) -> bool:
     return False
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
   """Yields the texts in a value of JSON."""
   if isinstance(value, str):
     yield value
@@ -107,7 +107,7 @@ def _texts(value: Any) -> Iterator[str]:
       yield from _texts(item)
 
 
-def _set_values(section: Any, values: Mapping[str, Any]) -> None:
+def _set_values(section: object, values: Mapping[str, Any]) -> None:
   """Sets the fields of a section."""
   for name, value in values.items():
     current = vars(section).get(name)

@@ -66,8 +66,8 @@ def _with_data(series):
 
 
 def _series(
-    columns: dict[str, Column], name: str, line: dict[str, Any], scale: str
-) -> dict[str, Any]:
+    columns: dict[str, Column], name: str, line: dict[str, object], scale: str
+) -> dict[str, object]:
   column = columns[name]
   steps = _strided(column) if scale == 'stack' else _thinned(column)
   series = {

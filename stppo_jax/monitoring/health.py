@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,7 @@ class Alarm:
 
 
 def check(
-    rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float], window: int
+    rows: Sequence[Mapping[str, float | None]], limits: Mapping[str, float], window: int
 ) -> list[Alarm]:
   """Returns the rules that the run breaks after the last of `rows`, the metrics of all updates.
 
@@ -87,7 +86,7 @@ def flags(alarms: Sequence[Alarm]) -> dict[str, float]:
   return {f'health/{name}': float(name in broken) for name in RULES}
 
 
-def _has(row: Mapping[str, Any], metric: str) -> bool:
+def _has(row: Mapping[str, float | None], metric: str) -> bool:
   value = row.get(metric)
   return value is not None and math.isfinite(value)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import contextlib
 import json
 import time
+from typing import Any
 
 from absl import logging
 
@@ -37,7 +38,7 @@ class Journal(contextlib.ExitStack):
   def __init__(
       self,
       workdir: str,
-      config: Mapping[str, object],
+      config: Mapping[str, Any],
       first: int,
       core_metrics: Sequence[str] = (),
       unfinished: bool = False,

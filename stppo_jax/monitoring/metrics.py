@@ -114,7 +114,7 @@ class MetricsWriter:
     self.close()
 
 
-def read_metrics(workdir: str) -> list[dict[str, object]]:
+def read_metrics(workdir: str) -> list[dict[str, Any]]:
   """Returns the lines of `workdir`/metrics.jsonl in file order; [] if the file does not exist yet.
 
   An unreadable line (torn by a crash, or still being written) is left out.

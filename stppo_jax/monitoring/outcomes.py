@@ -38,7 +38,7 @@ def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> d
   return counts
 
 
-def skipped_rows(rows: Sequence[Sequence[int]], is_skipped: Sequence[Any]) -> set[int]:
+def skipped_rows(rows: Sequence[Sequence[int]], is_skipped: Sequence[object]) -> set[int]:
   """Returns the rows of which every optimizer step was skipped, from the rows of each step."""
   skipped_steps = [step for step, skipped in zip(rows, is_skipped) if skipped]
   other_steps = [step for step, skipped in zip(rows, is_skipped) if not skipped]
@@ -72,7 +72,7 @@ def from_metrics(prefix: str, *rows: Mapping[str, Any]) -> dict[str, int]:
   return {name: sum(line.get(f'{prefix}/{name}', 0) for line in lines) for name in MEANINGS}
 
 
-def count_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def count_run(rows: Sequence[Mapping[str, object]]) -> dict[str, dict[str, int]]:
   """Returns the counts of all updates, and of the last evaluation, from lines of metrics.jsonl."""
   evaluations = [row for row in rows if 'val-outcome/answered' in row]
   tables = {

@@ -40,7 +40,7 @@ def newest(folder: str) -> dict[str, Any]:
   return {}
 
 
-def collect() -> dict[str, Any]:
+def collect() -> dict[str, object]:
   """Returns the provenance of this process as JSON values."""
   devices = jax.devices()
   return {
@@ -56,12 +56,12 @@ def collect() -> dict[str, Any]:
   }
 
 
-def commits(folders: list[str]) -> dict[str, dict[str, Any]]:
+def commits(folders: list[str]) -> dict[str, dict[str, str | bool | None]]:
   """Returns {root of a repository: its commit, and whether files differ from it}.
 
   Leaves out folders outside a repository. Without git the result is empty.
   """
-  states = {}
+  states: dict[str, dict[str, str | bool | None]] = {}
   for folder in folders:
     if root := _git(folder, 'rev-parse', '--show-toplevel'):
       is_dirty = _git(folder, 'status', '--porcelain') != ''

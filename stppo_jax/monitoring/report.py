@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 from typing import Any
+from typing import TypedDict
 
 from absl import logging
 
@@ -44,6 +45,18 @@ _HIGHLIGHTS = (  # settings, in the order in which the page shows them
 ).split()
 
 
+class EpisodeGroup(TypedDict):
+  """Chosen episodes of one file, and numbers of all."""
+
+  label: str
+  step: int
+  kind: str  # 'train' or 'eval'
+  shown: int
+  total: int
+  counts: collections.Counter[tuple[str, int]]  # by (data set or role, hops)
+  episodes: list[dict[str, Any]]  # lines of the file
+
+
 def build(workdir: str) -> str:
   """Writes `workdir`/report.html and returns its path."""
   path = os.path.join(workdir, 'report.html')
@@ -57,7 +70,7 @@ def live_page() -> str:
   return _page({'live': True, 'runs': []})
 
 
-def _page(data: dict[str, Any]) -> str:
+def _page(data: dict[str, object]) -> str:
   scripts = {
       'uplot': f'/*\nuPlot\n\n{_read("uPlot.LICENSE")}*/\n{_read("uPlot.iife.min.js")}',
       'script': ''.join(map(_read, ('page.js', 'curves.js', 'episodes.js', 'start.js'))),
@@ -76,7 +89,7 @@ def _read(name: str) -> str:
   return (_PAGE / name).read_text(encoding='utf-8')
 
 
-def page_data(workdir: str) -> dict[str, Any]:
+def page_data(workdir: str) -> dict[str, object]:
   """Returns what the page shows, as JSON values. Whatever does not exist yet is left out."""
   rows = _merge_only_dataset(metrics.read_metrics(workdir))
   config = workdir_lib.read_config(workdir)
@@ -119,7 +132,7 @@ def _content_hash(script: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
   """Returns JSON that no HTML parser can mistake for markup.
 
   Numbers are rounded to six significant digits, so that a rounding to three decimals in the page
@@ -171,7 +184,7 @@ def _broken_rules(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
   return dict(sorted(broken.items()))
 
 
-def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
+def _first_alarms(rows: list[dict[str, object]]) -> list[int]:
   """Returns the updates at which a rule was first broken, at most MAX_ALARMS."""
   first = {steps[0] for steps in _broken_rules(rows).values()}
   return sorted(first)[:MAX_ALARMS]
@@ -194,7 +207,7 @@ def warnings(rows: Rows) -> list[str]:
 # Held-out scores.
 
 
-def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _results(rows: list[dict[str, Any]], groups: list[EpisodeGroup]) -> dict[str, object]:
   """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
 
   A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
@@ -228,7 +241,7 @@ def main_metric(rows: Rows) -> str:
   return f'val-core/all/{_main_score_name(rows)}'
 
 
-def _main_score_name(rows: list[dict[str, Any]]) -> str:
+def _main_score_name(rows: list[dict[str, object]]) -> str:
   """Returns the name of the main score, such as em.
 
   It is a score that is also given by hops. Without one it is exact match, then any core metric,
@@ -256,7 +269,7 @@ def episode_files(workdir: str) -> list[tuple[str, int]]:
   return sorted(files, key=lambda file: (file[1], file[0]))
 
 
-def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
+def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[EpisodeGroup]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
@@ -283,7 +296,7 @@ def episode_group(
     label: str = '',
     limit: int = EPISODES_PER_FILE,
     max_bytes: int = BYTES_PER_FILE,
-) -> dict[str, Any]:
+) -> EpisodeGroup:
   """Returns chosen episodes of one file, and numbers of all.
 
   The file is read twice: for an index of where each episode starts, and for the chosen ones.

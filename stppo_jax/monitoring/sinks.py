@@ -20,7 +20,7 @@ class Sinks:
   def __init__(self) -> None:
     self._sinks: list[Any] = []
 
-  def add(self, name: str, make: Callable[[], Any]) -> None:
+  def add(self, name: str, make: Callable[[], object]) -> None:
     """Opens a sink; a package that is not installed, or no network, costs one warning."""
     try:
       self._sinks.append(make())

@@ -85,7 +85,7 @@ def find_runs(folder: str) -> dict[str, str]:
   return dict(sorted(found.items()))
 
 
-def list_runs(folder: str) -> list[dict[str, Any]]:
+def list_runs(folder: str) -> list[dict[str, object]]:
   """Returns the rows of the page's table of runs."""
   rows = []
   for name, path in find_runs(folder).items():
@@ -105,22 +105,22 @@ def list_runs(folder: str) -> list[dict[str, Any]]:
   return rows
 
 
-def run_data(folder: str, name: str) -> dict[str, Any]:
+def run_data(folder: str, name: str) -> dict[str, object]:
   """Returns the page's data of a run."""
   path = _find_run(folder, name)
   return {**_page_data(path, _file_state(path)), 'name': name}
 
 
-def episodes(folder: str, name: str, kind: str, step: int) -> dict[str, Any]:
+def episodes(folder: str, name: str, kind: str, step: int) -> dict[str, object]:
   """Returns {shown, total, episodes} of one file."""
   path = _find_run(folder, name)
   if (kind, step) not in report.episode_files(path):
     raise NotFoundError
   group = report.episode_group(path, kind, step, limit=_MAX_EPISODES, max_bytes=_MAX_BYTES)
-  return {key: group[key] for key in ('shown', 'total', 'episodes')}
+  return {'shown': group['shown'], 'total': group['total'], 'episodes': group['episodes']}
 
 
-def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
+def question(folder: str, name: str, task: object) -> list[dict[str, object]]:
   """Returns the episodes of a task from all files, or from evenly chosen ones if there are many."""
   path = _find_run(folder, name)
   files = report.episode_files(path)
@@ -209,7 +209,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     except UserError as error:
       self._answer(http.HTTPStatus.INTERNAL_SERVER_ERROR, 'text/plain', str(error))
 
-  def _api(self, path: str, query: dict[str, str]) -> Any:
+  def _api(self, path: str, query: dict[str, str]) -> object:
     name = query.get('name', '')
     try:
       step = int(query.get('update', '0'))

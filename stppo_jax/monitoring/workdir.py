@@ -69,10 +69,10 @@ def lock(workdir: str) -> Iterator[None]:
 
 def claim(
     workdir: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     may_change: Collection[str] = (),
     digests: Mapping[str, str] | None = None,
-    objective: Mapping[str, Any] | None = None,
+    objective: Mapping[str, object] | None = None,
     accepts_changes: bool = False,
 ) -> None:
   """Writes config.json into `workdir`, or checks that the existing one is the same.
@@ -160,7 +160,7 @@ def read_config(workdir: str) -> dict[str, Any]:
   return read_json(path, 'restore it, or give another --workdir')
 
 
-def read_settings(workdir: str) -> dict[str, Any]:
+def read_settings(workdir: str) -> dict[str, object]:
   """Returns the settings in config.json, as nested dicts, without what a run adds to them."""
   return _settings(read_config(workdir))
 
@@ -169,7 +169,7 @@ def _settings(record):
   return {name: value for name, value in record.items() if name not in RECORDED}
 
 
-def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
+def differences(workdir: str, config: Mapping[str, object]) -> dict[str, str]:
   """Returns {setting: 'setting (there, here)'} of settings that differ from config.json's."""
   there = flatten(read_settings(workdir))
   here = flatten(_as_json(config))
@@ -203,7 +203,9 @@ def _changed_plugins(saved, digests):
   return [field for field, digest in digests.items() if there.get(field, digest) != digest]
 
 
-def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_same_sampler(
+    workdir: str, there: Mapping[str, object], here: Mapping[str, object]
+) -> None:
   """Raises a UserError if only one of two configs has a sampling engine.
 
   An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint.
@@ -229,12 +231,12 @@ def _checkpoints(workdir):
   return os.path.join(workdir, 'checkpoints')
 
 
-def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(value: Mapping[str, object]) -> dict[str, object]:
   """Returns the values as config.json holds them: tuples become lists."""
   return json.loads(json.dumps(value))
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+def flatten(tree: Mapping[str, object], prefix: str = '') -> dict[str, object]:
   """Flattens {'a': {'b': 1}} to {'a.b': 1}."""
   flat = {}
   for name, value in tree.items():

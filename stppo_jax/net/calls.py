@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import threading
-from typing import Any
 
 COMPILER = 'compiler'  # name of the threads that compile programs
 
@@ -14,7 +13,7 @@ class ThreadedCall(threading.Thread):
   RuntimeError, because it concerns the thread and not its caller.
   """
 
-  def __init__(self, function: Callable[[], Any], name: str | None = None):
+  def __init__(self, function: Callable[[], object], name: str | None = None):
     super().__init__(name=name, daemon=True)
     self._function = function
     self._error: Exception | None = None

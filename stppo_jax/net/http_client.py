@@ -128,7 +128,7 @@ class Connection:
     self._session.mount('https://', adapter)
 
   def ask(
-      self, path: str, body: Any, stop_signal: StopSignal = NEVER, total_s: float | None = None
+      self, path: str, body: object, stop_signal: StopSignal = NEVER, total_s: float | None = None
   ) -> bytes:
     """Sends one request, a GET if `body` is None, and returns the answer.
 
@@ -168,7 +168,7 @@ def with_retries(
     attempt: Callable[[int], Result],
     retries: int,
     backoff_s: float,
-    sleep: Callable[[float], Any] = time.sleep,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> Result:
   """Calls attempt(number), number = 0, 1, .., until it does not raise Temporary.
 
