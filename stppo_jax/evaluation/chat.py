@@ -147,7 +147,7 @@ class ShownEnv:
     self._screen = screen
     self._cut = cut
 
-  def __getattr__(self, name: str) -> object:
+  def __getattr__(self, name: str) -> Any:
     return getattr(self._env, name)
 
   def step(self, action: str, **passages: Any) -> protocol.Step:

@@ -71,7 +71,7 @@ class ChatClient:
       self,
       address: str,
       api_key: str,
-      fields: Mapping[str, Any],
+      fields: Mapping[str, object],
       stop: Sequence[str] = (),
       stop_signal: StopSignal = NEVER,
   ):
@@ -99,7 +99,7 @@ class ChatClient:
     except http_client.Temporary as error:
       raise UnansweredError(str(error)) from error
 
-  def _attempt(self, body: Mapping[str, Any], unused_number: int) -> ChatCompletion:
+  def _attempt(self, body: Mapping[str, object], unused_number: int) -> ChatCompletion:
     """Sends the request once. Raises http_client.Temporary if another attempt may help."""
     if self._stop_signal.is_set():
       raise UnansweredError('the job has ended')
@@ -175,7 +175,7 @@ def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
   return ChatCompletion(text, count('completion_tokens'), count('total_tokens'), is_cut)
 
 
-def _error_fields(text: str) -> dict[str, Any]:
+def _error_fields(text: str) -> dict[str, object]:
   """Returns the fields of an error; {} if the body has another form."""
   body = None
   with contextlib.suppress(ValueError, RecursionError):
@@ -186,7 +186,7 @@ def _error_fields(text: str) -> dict[str, Any]:
   return error if isinstance(error, dict) else {}
 
 
-def _is_too_long(fields: Mapping[str, Any]) -> bool:
+def _is_too_long(fields: Mapping[str, object]) -> bool:
   """Returns whether the messages do not fit, by the error's code or its own words."""
   if fields.get('code') in _TOO_LONG_CODES or fields.get('type') in _TOO_LONG_CODES:
     return True

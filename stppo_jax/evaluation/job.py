@@ -16,7 +16,6 @@ import json
 import os
 import re
 import time
-from typing import Any
 
 from absl import logging
 
@@ -149,7 +148,7 @@ def _results(
   return EvaluationResults(folder.path, scores, groups, text)
 
 
-def _settings(config: Config, player: players.Player) -> dict[str, Any]:
+def _settings(config: Config, player: players.Player) -> dict[str, object]:
   """Returns what the episodes depend on. Choice: not the corpus, which a server may have."""
   settings = {
       path: value
@@ -168,7 +167,7 @@ def _settings(config: Config, player: players.Player) -> dict[str, Any]:
   }
 
 
-def _folder_name(config: Config, player: players.Player, settings: Mapping[str, Any]) -> str:
+def _folder_name(config: Config, player: players.Player, settings: Mapping[str, object]) -> str:
   """Returns the name of the folder of an evaluation with these settings."""
   text = json.dumps(settings, sort_keys=True)
   digest = hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import types
@@ -59,7 +58,7 @@ class EvaluationFolder:
     tasks: the questions.
   """
 
-  def __init__(self, path: str, settings: Mapping[str, Any], tasks: Sequence[types.Task]):
+  def __init__(self, path: str, settings: Mapping[str, object], tasks: Sequence[types.Task]):
     self.path = path
     self._settings = settings
     self._tasks = {task.id: task for task in tasks}
@@ -110,7 +109,7 @@ class EvaluationFolder:
       by_row.setdefault((task_id, sample), []).append(episode)
     return [episode for row in rows for episode in by_row[row.key]]
 
-  def write_results(self, results: Mapping[str, Any], table: str) -> None:
+  def write_results(self, results: Mapping[str, object], table: str) -> None:
     """Writes results.json and results.md."""
     self._write('results.json', json.dumps(results, indent=2))
     self._write('results.md', table)

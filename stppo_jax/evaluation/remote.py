@@ -217,7 +217,7 @@ def _add_turn(
   return protocol.full_text(observation, info), is_over
 
 
-def _fail(episode: types.Episode, info: Mapping[str, Any]) -> None:
+def _fail(episode: types.Episode, info: Mapping[str, object]) -> None:
   """Stores the exception of an environment's code, which ends the episode."""
   episode.failed = True
   episode.error = f'{info["environment_error"]}, on task {episode.task.id!r}'

@@ -252,7 +252,7 @@ class Answer:
       return text, (tool_calls.Call('', {}, f'{type(error).__name__}'),)
 
 
-def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, Any]:
+def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, object]:
   """Returns the message with which a client sends a turn back."""
   message: dict[str, Any] = {'role': 'assistant', 'content': content}
   if calls:

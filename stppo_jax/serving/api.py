@@ -99,23 +99,23 @@ _BILLING = re.compile(r'\Ax-anthropic-billing-header:[^\n]*\n?')  # changes with
 _ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 
 
-def listed(value: Any) -> Any:
+def listed(value: object) -> object:
   """Returns a list: a single value is a list of one."""
   return value if isinstance(value, list) else [value]
 
 
-def _listed_prompts(value: Any) -> Any:
+def _listed_prompts(value: object) -> object:
   """Returns a list of prompts: a list of token ids is one prompt."""
   is_list = isinstance(value, list) and value[:1] and isinstance(value[0], (str, list))
   return value if is_list else [value]
 
 
-def listed_parts(value: Any) -> Any:
+def listed_parts(value: object) -> object:
   """Returns the parts of a content: a text is one part."""
   return [{'type': 'text', 'text': value}] if isinstance(value, str) else value
 
 
-def _parse_arguments(value: Any) -> Any:
+def _parse_arguments(value: object) -> object:
   """Returns the arguments of a call as an object. No text and null are an empty object."""
   if isinstance(value, str):
     try:
@@ -129,35 +129,35 @@ def _parse_arguments(value: Any) -> Any:
   return value
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(name: str, value: object) -> bool:
   """Returns whether an unknown field changes no answer."""
   return name in _IGNORED or value in (*_NEUTRAL, *_NEUTRAL_OF.get(name, ()))
 
 
-def _check_stop(value: Any) -> Any:
+def _check_stop(value: object) -> object:
   if value == '':
     raise ValueError('an empty text ends no answer: leave it out')
   return value
 
 
-def _read_seed(value: Any) -> Any:
+def _read_seed(value: object) -> object:
   """Returns a seed; None for -1, with which vLLM and llama.cpp take a random one."""
   return None if value == -1 else value
 
 
-def _check_messages(value: Any) -> Any:
+def _check_messages(value: object) -> object:
   if value == []:
     raise ValueError('send at least one message')
   return value
 
 
-def _check_prompt(value: Any) -> Any:
+def _check_prompt(value: object) -> object:
   if value in ('', []):
     raise ValueError('the prompt is empty: send a text, or at least one token id')
   return value
 
 
-def _read_thought(value: Any) -> str:
+def _read_thought(value: object) -> str:
   """Returns the text of a thought: a text, or a list of blocks that hold texts."""
   if isinstance(value, str):
     return value
@@ -169,13 +169,13 @@ def _read_thought(value: Any) -> str:
   return ''.join(texts)
 
 
-def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+def _check_only(value: object, check: pydantic.ValidatorFunctionWrapHandler) -> object:
   """Returns the value as it is: a chat template shows a tool's fields in the client's order."""
   check(value)
   return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
   """Returns the tag of a prompt: a text or a list."""
   return 'text' if isinstance(value, str) else 'list'
 
@@ -187,7 +187,7 @@ class Part(pydantic.BaseModel):
 
   @pydantic.model_validator(mode='before')
   @classmethod
-  def _drop_null(cls, fields: Any) -> Any:
+  def _drop_null(cls, fields: object) -> object:
     if not isinstance(fields, dict):
       return fields
     return {name: value for name, value in fields.items() if value is not None}
@@ -254,7 +254,7 @@ class Message(Part):
 
   @pydantic.model_validator(mode='before')
   @classmethod
-  def _find_thought(cls, fields: Any) -> Any:
+  def _find_thought(cls, fields: object) -> object:
     """Reads the thought from the first field that has one. They hold the same thought."""
     if not isinstance(fields, dict):
       return fields
@@ -264,7 +264,7 @@ class Message(Part):
     thoughts = [_read_thought(fields[name]) for name in THOUGHT_FIELDS if fields.get(name)]
     return fields | {'thought': next(filter(None, thoughts), '')}
 
-  def to_dict(self, separator: str = '') -> dict[str, Any]:
+  def to_dict(self, separator: str = '') -> dict[str, object]:
     """Returns the message for a chat template. A thought is in the content of its turn."""
     message = self.model_dump(exclude_none=True, exclude={'thought'})
     message['content'] = join(self.content, separator)
@@ -325,7 +325,7 @@ class ClientBody(http_server.Body):
 
   @pydantic.model_validator(mode='before')
   @classmethod
-  def _drop_neutral(cls, fields: dict[str, Any]) -> dict[str, Any]:
+  def _drop_neutral(cls, fields: dict[str, object]) -> dict[str, object]:
     """Drops null, and unknown fields that change no answer."""
     reads_ids = fields.get('return_token_ids') is True
     if reads_ids and fields.get('skip_special_tokens') is False:
@@ -403,7 +403,7 @@ class ResponseFormat(Part):
     return self
 
   @property
-  def schema_of_text(self) -> dict[str, Any] | None:
+  def schema_of_text(self) -> dict[str, object] | None:
     """The schema that the text must follow; None: there is none."""
     if self.json_schema is not None:
       return self.json_schema.json_schema
@@ -487,11 +487,11 @@ class ChatBody(CompletionBody):
     return self.top_logprobs if self.logprobs else 0
 
   @property
-  def conversation(self) -> list[dict[str, Any]]:
+  def conversation(self) -> list[dict[str, object]]:
     """The messages as chat templates expect them, where parts are joined by nothing."""
     return self.conversation_with('')
 
-  def conversation_with(self, separator: str) -> list[dict[str, Any]]:
+  def conversation_with(self, separator: str) -> list[dict[str, object]]:
     """Returns the messages as chat templates expect them. See `Template.part_separator`."""
     return [message.to_dict(separator) for message in self.messages]
 
@@ -525,7 +525,7 @@ class ChatBody(CompletionBody):
 
   @pydantic.field_validator('tool_choice')
   @classmethod
-  def _check_choice(cls, choice: Any, info: pydantic.ValidationInfo) -> Any:
+  def _check_choice(cls, choice: object, info: pydantic.ValidationInfo) -> object:
     tools: list[Any] = info.data.get('tools', [])
     if choice not in ('auto', 'none') and not tools:
       raise ValueError('there are no tools')
@@ -543,7 +543,7 @@ class ChatBody(CompletionBody):
     return count
 
 
-def _chosen_names(choice: Any) -> list[str]:
+def _chosen_names(choice: object) -> list[str]:
   """Returns the names of the tools in a choice."""
   if isinstance(choice, NamedTool):
     return [choice.function.name]
@@ -570,7 +570,7 @@ class TextWriter:
         'model': model,
     }
 
-  async def whole(self) -> dict[str, Any]:
+  async def whole(self) -> dict[str, object]:
     """Returns a whole answer, whose choices have one chunk each."""
     chunks = [chunk async for chunk in self._answer.chunks()]
     chunks.sort(key=lambda chunk: chunk.index)
@@ -597,7 +597,7 @@ class TextWriter:
     """Yields the chunks as which a chunk is streamed."""
     yield chunk
 
-  def _choice(self, chunk: answers.Chunk) -> dict[str, Any]:
+  def _choice(self, chunk: answers.Chunk) -> dict[str, object]:
     """Returns a choice of a whole answer, or of a chunk."""
     fields: dict[str, Any] = {
         'index': chunk.index,
@@ -611,7 +611,7 @@ class TextWriter:
       fields['turn'] = chunk.turn
     return fields | self._content(chunk)
 
-  def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
+  def _content(self, chunk: answers.Chunk) -> dict[str, object]:
     """Returns the fields of the chunk's text."""
     fields: dict[str, Any] = {'text': chunk.text}
     if self._body.echo:
@@ -620,7 +620,7 @@ class TextWriter:
       fields['prompt_token_ids'] = self._answer.prompts[chunk.index // self._body.n]
     return fields
 
-  def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
+  def _logprobs(self, chunk: answers.Chunk) -> dict[str, object] | None:
     """Returns the log-probs of the chosen tokens; None unless they were requested."""
     if self._body.logprobs is None:
       return None
@@ -654,7 +654,9 @@ class TextWriter:
     choice = self._answer.choices[chunk.index]
     return choice.text.bytes_of(choice.plan.ids)
 
-  def _known_scores(self, chunk: answers.Chunk) -> tuple[list[float | None], list[Any]]:
+  def _known_scores(
+      self, chunk: answers.Chunk
+  ) -> tuple[list[float | None], list[list[dict[str, object]]]]:
     """Returns the log-prob and the likeliest tokens of each token of prompt and answer."""
     scores = self._scores[chunk.index]
     logp = [None, *scores.logp.tolist()]
@@ -678,7 +680,7 @@ class ChatWriter(TextWriter):
     self._begun: set[int] = set()  # choices that have sent a chunk
     self._num_calls: collections.Counter[int] = collections.Counter()  # sent, per choice
 
-  async def whole(self) -> dict[str, Any]:
+  async def whole(self) -> dict[str, object]:
     """Returns a whole answer, whose choices have one chunk each."""
     fields = await super().whole()
     if self._body.return_token_ids:
@@ -695,7 +697,7 @@ class ChatWriter(TextWriter):
     if chunk.finish is not None:
       yield dataclasses.replace(empty, finish=chunk.finish, stop=chunk.stop, turn=chunk.turn)
 
-  def _content(self, chunk: answers.Chunk) -> dict[str, Any]:
+  def _content(self, chunk: answers.Chunk) -> dict[str, object]:
     """Returns the chat's message, or the part of it that is in a chunk."""
     message: dict[str, Any] = {}
     if chunk.index not in self._begun:
@@ -715,7 +717,7 @@ class ChatWriter(TextWriter):
         message['content'] = chunk.text or None
     return {'delta' if is_streamed else 'message': message}
 
-  def _logprobs(self, chunk: answers.Chunk) -> dict[str, Any] | None:
+  def _logprobs(self, chunk: answers.Chunk) -> dict[str, object] | None:
     if not self._body.logprobs:
       return None
     entries = chosen_logprobs(chunk)
@@ -727,13 +729,13 @@ class ChatWriter(TextWriter):
     return {'content': entries}
 
 
-def chosen_logprobs(chunk: answers.Chunk) -> list[dict[str, Any]]:
+def chosen_logprobs(chunk: answers.Chunk) -> list[dict[str, object]]:
   """Returns the tokens of a chunk with their log-probs."""
   entries = map(_token_entry, chunk.pieces, chunk.logp)
   return [entry | {'top_logprobs': []} for entry in entries]
 
 
-def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
+def error_body(error: exceptions.HTTPException) -> dict[str, object]:
   """Returns the JSON of an error as OpenAI writes it."""
   other = 'invalid_request_error' if error.status_code < 500 else 'server_error'
   fields = {
@@ -745,16 +747,16 @@ def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
   return {'error': fields}
 
 
-def _event(fields: dict[str, Any]) -> str:
+def _event(fields: dict[str, object]) -> str:
   return f'data: {json.dumps(fields)}\n\n'
 
 
-def _call(call: tool_calls.Call) -> dict[str, Any]:
+def _call(call: tool_calls.Call) -> dict[str, object]:
   function = {'name': call.name, 'arguments': json.dumps(call.arguments, ensure_ascii=False)}
   return {'id': f'call_{uuid.uuid4().hex[:24]}', 'type': 'function', 'function': function}
 
 
-def _token_entry(piece: bytes, logp: float) -> dict[str, Any]:
+def _token_entry(piece: bytes, logp: float) -> dict[str, object]:
   return {'token': _decode(piece), 'logprob': logp, 'bytes': list(piece)}
 
 

@@ -217,7 +217,7 @@ def _example(
     parts: components.Components,
     tokenizer: tokenizer_lib.Tokenizer,
     stop_signal: StopSignal,
-) -> dict[str, Any]:
+) -> dict[str, object]:
   """Returns the messages and tools of a chat request about the first held-out task."""
   task = parts.held_out[0]
   seed = config.seed if task.seed is None else task.seed

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Grammars:
           del self._compiled[oldest]
       return Matcher(self._compiled[grammar].deep_copy())
 
-  def of_schema(self, schema: Mapping[str, Any]) -> str:
+  def of_schema(self, schema: Mapping[str, object]) -> str:
     """Returns the grammar of JSON texts of a schema. Raises Missing."""
     for found in text_schemas.schemas_within(schema):
       self._check_patterns(found)
@@ -93,8 +94,8 @@ class Grammars:
   def of_answer(
       self,
       form: str,
-      functions: Sequence[Mapping[str, Any]],
-      schema: Mapping[str, Any] | None,
+      functions: Sequence[Mapping[str, object]],
+      schema: Mapping[str, object] | None,
       has_several: bool,
       in_thought: bool = False,  # the prompt ends within a thought
   ) -> str:
@@ -158,7 +159,7 @@ class Grammars:
       return [f'{call}: {body}', rule]
     return [f'{call}: "<tool_call>\\n" {body} "\\n</tool_call>"', rule]
 
-  def _xml_rules(self, call: str, function: Mapping[str, Any]) -> list[str]:
+  def _xml_rules(self, call: str, function: Mapping[str, object]) -> list[str]:
     """Returns the rules of a call in the form 'qwen_xml', whose texts stand without quotes."""
     root = tool_calls.schema_root(function)
     end = json.dumps('\n</parameter>\n')
@@ -181,7 +182,7 @@ class Grammars:
     return [f'{call}: {opening} {" ".join(parts)} {closing}', *rules]
 
   def _text_rules(
-      self, rule: str, schema: Any, function: Mapping[str, Any], end: str, forbidden: str
+      self, rule: str, schema: object, function: Mapping[str, object], end: str, forbidden: str
   ) -> list[str]:
     """Returns the rules of a text of a schema, and of its end. Raises ValueError: there is none.
 
@@ -211,7 +212,7 @@ class Grammars:
       self._contradictions[key] = has_none
     return self._contradictions[key]
 
-  def _check_patterns(self, schema: Mapping[str, Any]) -> None:
+  def _check_patterns(self, schema: Mapping[str, object]) -> None:
     """Raises ValueError for names that both a pattern and the properties describe.
 
     The library leaves such names out of the pattern, so that a grammar may have no end.
@@ -246,7 +247,7 @@ class Grammars:
     return matcher
 
   @functools.cached_property
-  def _library(self) -> Any:
+  def _library(self) -> types.ModuleType:
     try:
       import llguidance
     except ImportError as error:
@@ -254,7 +255,7 @@ class Grammars:
     return llguidance
 
   @functools.cached_property
-  def _vocabulary(self) -> Any:
+  def _vocabulary(self) -> object:
     return self._library.LLTokenizer(
         self._library.TokenizerWrapper(_Vocabulary(self._tokenizer)),
         n_vocab=self._tokenizer.vocab_size,
@@ -280,15 +281,15 @@ class _Vocabulary:
     return self._tokenizer.encode_plain(text)
 
 
-def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+def _definitions(root: Mapping[str, object]) -> dict[str, object]:
   """Returns the schemas to which references point."""
   return {key: root[key] for key in ('$defs', 'definitions') if key in root}
 
 
-def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _schema(function: Mapping[str, object]) -> Mapping[str, object]:
   """Returns the schema of a function's arguments, which is an object where there is none."""
   return tool_calls.schema_root(function) or {'type': 'object'}
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def _json(schema: Mapping[str, object]) -> str:
   return json.dumps(dict(schema) | {'x-guidance': _OPTIONS})

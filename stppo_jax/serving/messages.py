@@ -41,7 +41,7 @@ class ToolUse(api.Part):
   name: str
   input: dict[str, Any]
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the call of a chat."""
     function = {'name': self.name, 'arguments': self.input}
     return {'id': self.id, 'function': function}
@@ -55,7 +55,7 @@ class ToolResult(api.Part):
   content: api.TextParts = []
   is_error: bool = False  # the call failed, and the content tells why
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the message of a chat. It marks an error as the package's own tools do."""
     content = api.text_parts(self.content)
     if self.is_error and not api.join(self.content).startswith('Error'):
@@ -89,7 +89,7 @@ class BlockMessage(api.Part):
   role: Literal['user', 'assistant', 'system']
   content: Annotated[list[_Block], pydantic.BeforeValidator(api.listed_parts)]
 
-  def to_chat(self) -> Iterator[dict[str, Any]]:
+  def to_chat(self) -> Iterator[dict[str, object]]:
     """Yields the messages of a chat: one for each tool result, and one for the rest."""
     text = [block for block in self.content if isinstance(block, api.TextPart)]
     calls = [block.to_chat() for block in self.content if isinstance(block, ToolUse)]
@@ -109,7 +109,7 @@ class BlockTool(api.Part):
   description: str = ''
   input_schema: dict[str, Any]
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the tool of a chat."""
     function = {'name': self.name, 'description': self.description, 'parameters': self.input_schema}
     return {'type': 'function', 'function': function}
@@ -122,7 +122,7 @@ class ToolChoice(api.Part):
   name: str = ''  # only for the type 'tool'
   disable_parallel_tool_use: bool = True
 
-  def to_chat(self) -> Any:
+  def to_chat(self) -> object:
     """Returns the `tool_choice` of a chat."""
     if self.type == 'tool':
       return {'type': 'function', 'function': {'name': self.name}}
@@ -165,7 +165,7 @@ def _check_messages(messages: list[BlockMessage]) -> list[BlockMessage]:
   return messages
 
 
-def _refuse_thread(unused_value: Any) -> None:
+def _refuse_thread(unused_value: object) -> None:
   raise ValueError(
       "nothing is stored between requests: send the whole conversation, in Anthropic's client by "
       'tool_runner(.., thread=False)'
@@ -215,7 +215,7 @@ class MessagesBody(api.ClientBody):
     return api.ChatBody.model_validate(fields)
 
 
-def read(fields: dict[str, Any]) -> api.ChatBody:
+def read(fields: dict[str, object]) -> api.ChatBody:
   """Returns the chat request of a body. Raises pydantic.ValidationError and RequestError."""
   body = MessagesBody.model_validate(fields)
   if body.messages[-1].role == 'assistant':
@@ -227,7 +227,7 @@ def read(fields: dict[str, Any]) -> api.ChatBody:
   return body.to_chat()
 
 
-def read_to_count(fields: dict[str, Any]) -> api.ChatBody:
+def read_to_count(fields: dict[str, object]) -> api.ChatBody:
   """Returns the chat request of a body whose tokens are counted. Raises ValidationError."""
   return MessagesBody.model_validate(fields).to_chat()
 
@@ -245,7 +245,7 @@ class MessagesWriter:
         'model': model,
     }
 
-  async def whole(self) -> dict[str, Any]:
+  async def whole(self) -> dict[str, object]:
     """Returns a whole answer, whose one choice has one chunk."""
     (chunk,) = [chunk async for chunk in self._answer.chunks()]
     content: list[Any] = list(map(_tool_use, chunk.calls))
@@ -263,8 +263,8 @@ class MessagesWriter:
       async for chunk in self._answer.chunks():
         if chunk.text:
           if not num_blocks:
-            block = {'type': 'text', 'text': ''}
-            yield _event('content_block_start', index=0, content_block=block)
+            text_block = {'type': 'text', 'text': ''}
+            yield _event('content_block_start', index=0, content_block=text_block)
             num_blocks = 1
           delta = {'type': 'text_delta', 'text': chunk.text}
           yield _event('content_block_delta', index=0, delta=delta)
@@ -288,7 +288,7 @@ class MessagesWriter:
     return {'input_tokens': usage['prompt_tokens'], 'output_tokens': usage['completion_tokens']}
 
 
-def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
+def error_body(error: exceptions.HTTPException) -> dict[str, object]:
   """Returns the JSON of an error. Harnesses look for Anthropic's words for a long prompt."""
   kind = _ERROR_TYPES.get(error.status_code, 'api_error')
   message = error.detail
@@ -297,7 +297,7 @@ def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
   return {'type': 'error', 'error': {'type': kind, 'message': message}}
 
 
-def _end(chunk: answers.Chunk) -> dict[str, Any]:
+def _end(chunk: answers.Chunk) -> dict[str, object]:
   """Returns the fields at the end of an answer."""
   reason = _STOP_REASONS.get(chunk.finish or '')
   if reason is None:
@@ -308,7 +308,7 @@ def _end(chunk: answers.Chunk) -> dict[str, Any]:
   return fields
 
 
-def _tool_use(call: tool_calls.Call) -> dict[str, Any]:
+def _tool_use(call: tool_calls.Call) -> dict[str, object]:
   return {
       'type': 'tool_use',
       'id': f'toolu_{uuid.uuid4().hex[:24]}',

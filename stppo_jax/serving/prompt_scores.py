@@ -30,7 +30,7 @@ class PromptScorer:
     self._sampler = sampler
     self._score_rows = sampler.jit_in_place(self._append)
 
-  def score(self, params: Any, ids: Sequence[sampler_lib.Numbers]) -> list[PromptScores]:
+  def score(self, params: object, ids: Sequence[sampler_lib.Numbers]) -> list[PromptScores]:
     """Returns the model's log-probs of known tokens, as they are without temperature and cuts.
 
     Takes at most `prefill_rows` rows, each with as many tokens as a context has room for.

@@ -33,7 +33,7 @@ from stppo_jax.text import tool_calls
 _LOGPROBS = 'message.output_text.logprobs'  # a value of `include`
 
 
-def _refuse(unused_value: Any) -> None:
+def _refuse(unused_value: object) -> None:
   raise ValueError(
       'nothing is stored between requests: send the whole conversation as `input`, in '
       'several clients by store=false'
@@ -43,12 +43,12 @@ def _refuse(unused_value: Any) -> None:
 _Refused = Annotated[None, pydantic.BeforeValidator(_refuse)]
 
 
-def _listed_input(value: Any) -> Any:
+def _listed_input(value: object) -> object:
   """Returns the items of an input: a text is a message of the user."""
   return [{'role': 'user', 'content': value}] if isinstance(value, str) else value
 
 
-def _listed_text(value: Any) -> Any:
+def _listed_text(value: object) -> object:
   return [{'type': 'input_text', 'text': value}] if isinstance(value, str) else value
 
 
@@ -119,7 +119,7 @@ class ReasoningItem(api.Part):
   content: list[ReasoningText] = []
 
 
-def _kind(item: Any) -> str:
+def _kind(item: object) -> str:
   """Returns the tag of an item. Its type may be left out where a field tells it."""
   if not isinstance(item, dict):
     return ''
@@ -151,7 +151,7 @@ class FunctionTool(api.Part):
   description: str = ''
   parameters: dict[str, Any] = {}
 
-  def to_chat(self, namespace: str = '') -> dict[str, Any]:
+  def to_chat(self, namespace: str = '') -> dict[str, object]:
     """Returns the tool of a chat."""
     name = _join_name(namespace, self.name)
     function = {'name': name, 'description': self.description, 'parameters': self.parameters}
@@ -166,7 +166,7 @@ class NamespaceTool(api.Part):
   tools: list[FunctionTool]
 
 
-def _check_tool(tool: Any) -> Any:
+def _check_tool(tool: object) -> object:
   """Raises ValueError for a tool that OpenAI's servers run."""
   kind = tool.get('type') if isinstance(tool, dict) else None
   if isinstance(kind, str) and kind not in ('function', 'namespace'):
@@ -194,7 +194,7 @@ class ToolName(api.Part):
   name: str
   namespace: str = ''
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the tool of a chat's choice."""
     return {'type': 'function', 'function': {'name': _join_name(self.namespace, self.name)}}
 
@@ -206,7 +206,7 @@ class ToolNames(api.Part):
   mode: Literal['auto', 'required']
   tools: list[ToolName]
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the choice of a chat."""
     tools = [tool.to_chat() for tool in self.tools]
     return {'type': self.type, 'allowed_tools': {'mode': self.mode, 'tools': tools}}
@@ -229,7 +229,7 @@ class TextFormat(api.Part):
       raise ValueError("send type='json_schema' with name and schema")
     return self
 
-  def to_chat(self) -> dict[str, Any]:
+  def to_chat(self) -> dict[str, object]:
     """Returns the `response_format` of a chat."""
     if self.json_schema is None:
       return {'type': self.type}
@@ -301,7 +301,7 @@ class ResponsesBody(api.ClientBody):
     }
     return EchoedBody.model_validate(fields)
 
-  def _echo(self) -> dict[str, Any]:
+  def _echo(self) -> dict[str, object]:
     """Returns the fields of the answer that repeat the request."""
     names = (
         'instructions max_output_tokens metadata parallel_tool_calls reasoning temperature text '
@@ -334,7 +334,7 @@ class Reader:
     self._most = most
     self._items: dict[str, Any] = {}  # the oldest first
 
-  def read(self, fields: dict[str, Any]) -> EchoedBody:
+  def read(self, fields: dict[str, object]) -> EchoedBody:
     """Returns the chat request of a body. Raises pydantic.ValidationError and RequestError."""
     items = fields.get('input')
     if isinstance(items, list):
@@ -347,7 +347,7 @@ class Reader:
     for name in list(self._items)[: -self._most]:
       del self._items[name]
 
-  def _resolve(self, item: Any) -> Any:
+  def _resolve(self, item: object) -> object:
     if not isinstance(item, dict) or item.get('type') != 'item_reference':
       return item
     known = self._items.get(str(item.get('id')))
@@ -362,7 +362,7 @@ class Reader:
     return known
 
 
-def _to_messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _to_messages(items: Sequence[Any]) -> Iterator[dict[str, object]]:
   """Yields the messages of a chat. The items of one turn of the assistant are one message."""
   turn: dict[str, Any] = {}  # message of the assistant to which more items may belong
   for item in items:
@@ -402,7 +402,7 @@ class ResponsesWriter:
 
   def __init__(
       self,
-      keep: Callable[[Sequence[dict[str, Any]]], None],  # gets the items of each answer
+      keep: Callable[[Sequence[dict[str, object]]], None],  # gets the items of each answer
       model: str,
       body: EchoedBody,
       answer: answers.Answer,
@@ -421,7 +421,7 @@ class ResponsesWriter:
     }
     self._num_events = 0
 
-  async def whole(self) -> dict[str, Any]:
+  async def whole(self) -> dict[str, object]:
     """Returns a whole answer, whose one choice has one chunk."""
     async for _ in self._stream():
       pass
@@ -441,7 +441,7 @@ class ResponsesWriter:
       failed = self._response('failed', []) | {'error': failure}
       yield self._event('response.failed', {'response': failed})
 
-  async def _stream(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+  async def _stream(self) -> AsyncGenerator[tuple[str, dict[str, object]], None]:
     """Yields the names and fields of the events of all items. Then `_end` is the whole answer."""
     message = _message('', [], 'in_progress')
     place = {'item_id': message['id'], 'output_index': 0, 'content_index': 0}
@@ -500,7 +500,7 @@ class ResponsesWriter:
         item |= {'name': call.name.removeprefix(f'{namespace}.'), 'namespace': namespace}
     return item
 
-  def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+  def _response(self, status: str, output: list[dict[str, object]]) -> dict[str, object]:
     """Returns the response object."""
     fields: dict[str, Any] = {
         'status': status,
@@ -517,7 +517,7 @@ class ResponsesWriter:
       fields['usage'] = self._usage()
     return self._head | fields
 
-  def _usage(self) -> dict[str, Any]:
+  def _usage(self) -> dict[str, object]:
     usage = self._answer.usage()
     return {
         'input_tokens': usage['prompt_tokens'],
@@ -527,13 +527,13 @@ class ResponsesWriter:
         'total_tokens': usage['total_tokens'],
     }
 
-  def _event(self, name: str, fields: dict[str, Any]) -> str:
+  def _event(self, name: str, fields: dict[str, object]) -> str:
     data = {'type': name, 'sequence_number': self._num_events} | fields
     self._num_events += 1
     return f'event: {name}\ndata: {json.dumps(data)}\n\n'
 
 
-def _message(text: str, logprobs: list[Any], status: str, name: str = '') -> dict[str, Any]:
+def _message(text: str, logprobs: list[object], status: str, name: str = '') -> dict[str, Any]:
   part = {'type': 'output_text', 'text': text, 'annotations': [], 'logprobs': logprobs}
   return {
       'id': name or f'msg_{uuid.uuid4().hex}',

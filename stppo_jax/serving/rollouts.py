@@ -17,6 +17,7 @@ from concurrent import futures
 import dataclasses
 import math
 import time
+from typing import Any
 
 from absl import logging
 import jax
@@ -152,7 +153,7 @@ class ProgramAgent(agent_lib.Agent):
 
   def _run_programs(
       self,
-      server: object,  # http_server.Server, whose libraries may not be installed
+      server: Any,  # http_server.Server, whose libraries may not be installed
       tasks: Sequence[types.Task],
       keys: jax.Array,
       sampling: sessions.Sampling,
@@ -180,7 +181,7 @@ class ProgramAgent(agent_lib.Agent):
 
   def _run_program(
       self,
-      server: object,
+      server: Any,
       sampling: sessions.Sampling,
       programs_over: StopSignal,
       task: types.Task,
@@ -354,7 +355,7 @@ def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None
     logging.warning('%s', problems)
 
 
-def _finite(kind: str, reward: object) -> float:
+def _finite(kind: str, reward: Any) -> float:
   """Returns a program's reward as a float, or raises ValueError."""
   number = float(reward)
   if not math.isfinite(number):

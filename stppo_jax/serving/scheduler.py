@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from stppo_jax.distributed import hosts
+from stppo_jax.models import decoder
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
@@ -38,6 +39,8 @@ from stppo_jax.serving import prompt_scores
 from stppo_jax.serving import stop_strings
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
+
+LoadParams = Callable[[str], decoder.Params]  # a folder -> its weights
 
 _STOPS = 'the server stops'
 
@@ -133,7 +136,7 @@ class Scheduler:
       eos_ids: Sequence[int],
       max_waiting: int = 256,
       shares_prefixes: bool = True,  # False: a request only continues a row as a whole
-      load_params: Callable[[str], Any] | None = None,  # for `reload`; raises UserError, Busy
+      load_params: LoadParams | None = None,  # for `reload`; raises UserError, Busy
       grammars: grammars_lib.Grammars | None = None,  # None: no request has a grammar
   ):
     self.counts = Counts()

@@ -169,7 +169,7 @@ class GatewayApp(http_server.HttpApp):
       self,
       make_writer: Callable[..., _Writer],  # (model name, body, answer) ->
       request: requests.Request,
-      body: Any,  # a service.Body
+      body: service_lib.Body,
   ) -> responses.Response | Json:
     """Answers a request in the form of a writer."""
     answer = await self.service.begin(body, self._session(request))

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import secrets
-from typing import Any
 
 from absl import logging
 import jax
@@ -45,7 +44,7 @@ class Service:
       tokenizer: tokenizer_lib.Tokenizer,
       name: str,
       tool_form: str = tool_calls.AUTO,
-      template_kwargs: Mapping[str, Any] | None = None,  # arguments of the chat template
+      template_kwargs: Mapping[str, object] | None = None,  # arguments of the chat template
       plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
       grammars: grammars_lib.Grammars | None = None,  # those of the scheduler
       forces_in_sessions: bool = True,  # False: a forced choice is an error in a session
@@ -266,7 +265,7 @@ class Service:
     else:
       yield from map(self.template.encode_prompt, body.prompt)
 
-  def _conversation(self, body: api.ChatBody) -> list[dict[str, Any]]:
+  def _conversation(self, body: api.ChatBody) -> list[dict[str, object]]:
     return body.conversation_with(self.template.part_separator)
 
   def _make_answer(

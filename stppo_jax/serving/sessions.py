@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import threading
-from typing import Any
 from typing import NamedTuple
 
 from absl import logging
@@ -289,7 +288,9 @@ class Session:
         self.counts['too_long'] += 1
       raise
 
-  def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> RequestPlan:
+  def plan(
+      self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
+  ) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
 
     The recorded turns with which the conversation begins keep their ids.

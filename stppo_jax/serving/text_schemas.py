@@ -58,7 +58,7 @@ class _Allowed(NamedTuple):
   null: bool
 
 
-def fields(function: Mapping[str, Any]) -> dict[str, Field]:
+def fields(function: Mapping[str, object]) -> dict[str, Field]:
   """Returns the parameters of a function. ValueError: its schema restricts them otherwise, too."""
   schema = tool_calls.parameters(function)
   where = _place(function)
@@ -84,7 +84,7 @@ def fields(function: Mapping[str, Any]) -> dict[str, Field]:
   return found
 
 
-def check_object(function: Mapping[str, Any]) -> None:
+def check_object(function: Mapping[str, object]) -> None:
   """Raises ValueError for arguments that are no object."""
   schema = tool_calls.parameters(function)
   is_lost = '$ref' in tool_calls.schema_root(function) and (not schema or '$ref' in schema)
@@ -93,7 +93,7 @@ def check_object(function: Mapping[str, Any]) -> None:
     raise ValueError(f'{_place(function)} is not supported: it must be that of an object')
 
 
-def terminal(schema: Any, root: Mapping[str, Any]) -> str:
+def terminal(schema: object, root: Mapping[str, object]) -> str:
   """Returns the terminal of the texts that are read as a value of the schema.
 
   `root` is the schema in which references point. ValueError: it is not supported, or has no text.
@@ -123,7 +123,7 @@ def regex(pattern: str) -> str:
   return _slashed('|'.join(alternatives))
 
 
-def schemas_within(schema: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+def schemas_within(schema: object, depth: int = 0) -> Iterator[Mapping[str, object]]:
   """Yields a schema and the schemas in it."""
   if not isinstance(schema, dict):
     return
@@ -141,7 +141,7 @@ def schemas_within(schema: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
       yield from schemas_within(part, depth + 1)
 
 
-def _allowed(schema: Any, root: Mapping[str, Any], depth: int = 0) -> _Allowed:
+def _allowed(schema: object, root: Mapping[str, object], depth: int = 0) -> _Allowed:
   """Returns what a schema allows, whatever else it allows of other types."""
   if isinstance(schema, bool):
     return _Allowed(ANY if schema else None, schema)
@@ -188,12 +188,12 @@ def _one_of(parts: Sequence[_Allowed]) -> _Allowed:
   )
 
 
-def _read_types(value: Any, unused_look: Any) -> _Allowed:
+def _read_types(value: object, unused_look: object) -> _Allowed:
   names = value if isinstance(value, list) else [value]
   return _Allowed(ANY if 'string' in names else None, 'null' in names)
 
 
-def _read_values(value: Any, unused_look: Any) -> _Allowed:
+def _read_values(value: object, unused_look: object) -> _Allowed:
   values = _listed(value)
   texts = [json.dumps(each) for each in values if isinstance(each, str)]
   return _Allowed(_union(texts) if texts else None, None in values)
@@ -203,25 +203,25 @@ def _read_parts(join: Callable[[Sequence[_Allowed]], _Allowed]) -> Callable[...,
   return lambda value, look: join(list(map(look, _listed(value))))
 
 
-def _read_not(value: Any, look: Callable[[Any], _Allowed]) -> _Allowed:
+def _read_not(value: object, look: Callable[[object], _Allowed]) -> _Allowed:
   other = look(value)
   return _Allowed(ANY if other.text is None else f'~({other.text})', not other.null)
 
 
-def _read_pattern(value: Any, unused_look: Any) -> _Allowed:
+def _read_pattern(value: object, unused_look: object) -> _Allowed:
   if not isinstance(value, str):
     raise ValueError(f'pattern={_show(value)} is no text')
   return _Allowed(regex(value), True)
 
 
-def _read_format(value: Any, unused_look: Any) -> _Allowed:
+def _read_format(value: object, unused_look: object) -> _Allowed:
   if not isinstance(value, str) or value not in _FORMATS:
     raise ValueError(f'format={_show(value)} is not supported: use {", ".join(_FORMATS)}')
   return _Allowed(f'/{_FORMATS[value]}/', True)
 
 
 def _read_length(bounds: str) -> Callable[..., _Allowed]:
-  def read(value: Any, unused_look: Any) -> _Allowed:
+  def read(value: object, unused_look: object) -> _Allowed:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
       raise ValueError(f'a length of {_show(value)} is no number')
     return _Allowed(f'/(?s:.{{{bounds % int(value)}}})/', True)
@@ -244,7 +244,7 @@ _KEYWORDS: dict[str, Callable[..., _Allowed]] = {
 }
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
   if not isinstance(value, list):
     raise ValueError(f'{_show(value)} is no list')
   return value
@@ -286,9 +286,9 @@ def _slashed(pattern: str) -> str:
   return f'/{escaped}/'.replace('\n', '\\n').replace('\r', '\\r')
 
 
-def _place(function: Mapping[str, Any]) -> str:
+def _place(function: Mapping[str, object]) -> str:
   return f'the schema of the function {str(function.get("name"))[:80]!r}'
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
   return repr(value)[:80]
