@@ -12,8 +12,8 @@ import numpy as np
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.data import tasks as task_files
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import pipeline
 from stppo_jax.settings import validation
 from stppo_jax.systems import dars
 
@@ -95,7 +95,7 @@ class BatchTest(parameterized.TestCase):
     questions = [types.Task(str(i), 'q', ('a',)) for i in range(4)]
     stream = task_files.TaskStream(questions, 4, 0)
     rule = dars.Allocation('dars_et', 4, 16)
-    return pipeline.Batches(Agent(), lambda params: params, stream, 8, 0, allocation=rule)
+    return batches_lib.Batches(Agent(), lambda params: params, stream, 8, 0, allocation=rule)
 
   def test_hard_questions_have_larger_groups(self):
     """N = 4: a = 0 counts as 1/8 and wants 6, a = 1/4 wants 2; of 16 rows 8 are left."""
@@ -113,7 +113,7 @@ class BatchTest(parameterized.TestCase):
     with self.subTest('a resumed run repeats it'):
       again = self.batches().sample({}, 1, 0)
       self.assertEqual(*[[row.to_dict() for row in x.episodes] for x in (sampled, again)])
-      record = json.loads(json.dumps(pipeline.to_json(sampled)))
+      record = json.loads(json.dumps(batches_lib.to_json(sampled)))
       restored = batches.restored(record)
       self.assertEqual(*[[row.to_dict() for row in x.episodes] for x in (sampled, restored)])
 

@@ -27,8 +27,8 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import demonstrations
-from stppo_jax.rollout import pipeline
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
@@ -426,7 +426,7 @@ class PlayTest(parameterized.TestCase):
     again = batches.sample(params, 1, 0)
     self.assertEqual(*[[row.to_dict() for row in x.episodes] for x in (sampled, again)])
     with self.subTest('a checkpoint holds the batch without loss'):
-      record = json.loads(json.dumps(pipeline.to_json(sampled)))
+      record = json.loads(json.dumps(batches_lib.to_json(sampled)))
       restored = batches.restored(record)
       self.assertEqual(*[[row.to_dict() for row in x.episodes] for x in (sampled, restored)])
     with self.subTest('metrics leave demonstrations out'):

@@ -31,7 +31,7 @@ from stppo_jax.cli import entry
 from stppo_jax.cli import signals
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
@@ -351,7 +351,7 @@ class NonfiniteTest(FaultCase):
 
   def poisoned(self, *numbers, rows=slice(None)):
     """The sampler reports log-probs that are not finite in these batches."""
-    sample = pipelines.Batches.sample
+    sample = batches_lib.Batches.sample
 
     def poison(batches, params, number, staleness):
       batch = sample(batches, params, number, staleness)
@@ -362,7 +362,7 @@ class NonfiniteTest(FaultCase):
       return batch
 
     self.played = []
-    return mock.patch.object(pipelines.Batches, 'sample', poison)
+    return mock.patch.object(batches_lib.Batches, 'sample', poison)
 
   def test_stop_dumps_without_episode_logs(self):
     with self.poisoned(3):

@@ -19,8 +19,8 @@ import pytest
 from stppo_jax.evaluation import job
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
@@ -322,7 +322,7 @@ class LoopTest(parameterized.TestCase):
       return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
 
     with (
-        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+        mock.patch.object(batches_lib, '_FIRST_WAIT_S', 0.01),
         mock.patch.object(run_lib.Run, 'evaluate', lambda run, n, metrics: metrics),
     ):
       with self.subTest('short'), fails_from(2, 5):
@@ -361,7 +361,7 @@ class LoopTest(parameterized.TestCase):
         }
     )
     straight, stopped = (os.path.join(self.workdir, name) for name in ('straight', 'stopped'))
-    sample, search, stop = pipelines.Batches.sample, bm25.Bm25Retriever.search, threading.Event()
+    sample, search, stop = batches_lib.Batches.sample, bm25.Bm25Retriever.search, threading.Event()
     numbers, asked = [], []
     over = threading.Event()
     self.addCleanup(over.set)
@@ -382,9 +382,9 @@ class LoopTest(parameterized.TestCase):
       return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
 
     with (
-        mock.patch.object(pipelines.Batches, 'sample', numbered),
+        mock.patch.object(batches_lib.Batches, 'sample', numbered),
         mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
-        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+        mock.patch.object(batches_lib, '_FIRST_WAIT_S', 0.01),
     ):
       loop.start(config, stopped, StopSignal(stop.is_set))
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])

@@ -26,7 +26,7 @@ from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import scores as evaluation
 from stppo_jax.monitoring import workdir as workdir_lib
-from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
 from stppo_jax.training import loop
@@ -226,7 +226,7 @@ class BeforeWeightsTest(PreflightCase):
 
     agent = mock.Mock(**{'play.return_value': episodes[1:], 'retriever': None})
     stream = mock.Mock(**{'take.return_value': [types.Task('a'), types.Task('b')]})
-    batches = pipeline.Batches(agent, lambda params: params, stream, 1, 0)
+    batches = batches_lib.Batches(agent, lambda params: params, stream, 1, 0)
     with self.assertRaisesRegex(RunError, 'all 2 episodes of batch 1 .*max_prompt.*nothing'):
       batches.sample({}, 1, 0)
 

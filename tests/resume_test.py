@@ -23,6 +23,7 @@ from stppo_jax.assembly import components
 from stppo_jax.evaluation import sample
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import batches as batches_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
@@ -74,14 +75,14 @@ def straight(**values):
 
 def failing_at_batch(wanted, error):
   """Context manager in which sampling batch `wanted` raises the error."""
-  sample = pipelines.Batches.sample
+  sample = batches_lib.Batches.sample
 
   def failing(batches, params, number, stale):
     if number == wanted:
       raise error
     return sample(batches, params, number, stale)
 
-  return mock.patch.object(pipelines.Batches, 'sample', failing)
+  return mock.patch.object(batches_lib.Batches, 'sample', failing)
 
 
 class ResumeTest(parameterized.TestCase):
@@ -153,7 +154,7 @@ class ResumeTest(parameterized.TestCase):
   def test_stop_saves_without_waiting_for_batches_ahead(self, staleness):
     """The second update is done, and the batch after the next one is still being sampled."""
     values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0, 'eval.every': 0}
-    stop, sample, saved = threading.Event(), pipelines.Batches.sample, []
+    stop, sample, saved = threading.Event(), batches_lib.Batches.sample, []
     unfinished = 2 + staleness
 
     def stopped(batches, params, number, stale):
@@ -174,7 +175,7 @@ class ResumeTest(parameterized.TestCase):
       return save_checkpoint(checkpoints, updates, state, progress, *args)
 
     save_checkpoint = checkpoint.Checkpoints.save
-    with mock.patch.object(pipelines.Batches, 'sample', stopped):
+    with mock.patch.object(batches_lib.Batches, 'sample', stopped):
       with mock.patch.object(checkpoint.Checkpoints, 'save', save):
         micro_run.train(make_config(**values), self.workdir, StopSignal(is_set))
     ((progress, was_stopped),) = saved
@@ -188,7 +189,7 @@ class ResumeTest(parameterized.TestCase):
 
   def test_copies_of_a_checkpoint_are_freed_once_used(self):
     values = {'pipeline.staleness': 2, 'train.updates': 1, 'train.checkpoint_every': 0}
-    sample, copies, alive = pipelines.Batches.sample, [], []
+    sample, copies, alive = batches_lib.Batches.sample, [], []
 
     def first_only(batches, params, number, stale):
       if number > 1:
@@ -201,9 +202,9 @@ class ResumeTest(parameterized.TestCase):
       copies.append(weakref.ref(jax.tree.leaves(params)[0]))
       return sample(batches, params, number, stale)
 
-    with mock.patch.object(pipelines.Batches, 'sample', first_only):
+    with mock.patch.object(batches_lib.Batches, 'sample', first_only):
       micro_run.train(make_config(**values), self.workdir)
-    with mock.patch.object(pipelines.Batches, 'sample', watched):
+    with mock.patch.object(batches_lib.Batches, 'sample', watched):
       micro_run.train(make_config(**values | {'train.updates': 8}), self.workdir)
     self.assertEqual(alive[-1], 0)  # of batches 2 and 3, which the checkpoint held unsampled
 
@@ -278,7 +279,7 @@ class ResumeTest(parameterized.TestCase):
       return episodes
 
     with mock.patch.object(micro_run.Agent, 'play', failed):
-      with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
+      with mock.patch.object(batches_lib, '_FIRST_WAIT_S', 0.01):
         micro_run.train(make_config(), self.workdir)
     self.assertEmpty(failing)
     self.assert_as_straight()
@@ -386,7 +387,7 @@ class StalenessTest(parameterized.TestCase):
   def test_batches_are_sampled_with_scheduled_parameters(self, staleness):
     """Against a list of the parameters after each update, kept by hand."""
     updates, after, sampled_with = 5, {}, {}
-    sample, update = pipelines.Batches.sample, learner_lib.Learners.update
+    sample, update = batches_lib.Batches.sample, learner_lib.Learners.update
 
     def watched_sample(batches, params, number, stale):
       sampled_with[number] = jax.device_get(params)
@@ -399,7 +400,7 @@ class StalenessTest(parameterized.TestCase):
 
     config = make_config(**{'pipeline.staleness': staleness, 'train.updates': updates})
     after[0] = jax.device_get(micro_run.make_learners(config).state.actor)
-    with mock.patch.object(pipelines.Batches, 'sample', watched_sample):
+    with mock.patch.object(batches_lib.Batches, 'sample', watched_sample):
       with mock.patch.object(learner_lib.Learners, 'update', watched_update):
         micro_run.train(config, self.workdir)
     rows = metrics_lib.read_metrics(self.workdir)
@@ -500,8 +501,8 @@ class JsonTest(absltest.TestCase):
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf, np.nan], np.float32)
     turn.tokens, turn.observation = np.arange(4, dtype=np.int32), np.array([7], np.int32)
     batch.episodes[1].truncated = batch.episodes[1].failed = True
-    text = json.dumps(pipelines.to_json(batch))
-    back = pipelines.from_json(json.loads(text), [row.task for row in batch.episodes])
+    text = json.dumps(batches_lib.to_json(batch))
+    back = batches_lib.from_json(json.loads(text), [row.task for row in batch.episodes])
     flat = lambda batch: jax.tree.map(np.asarray, dataclasses.asdict(batch))
     ours, theirs = flat(batch), flat(back)
     chex.assert_trees_all_equal(jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))
