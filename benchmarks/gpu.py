@@ -79,7 +79,7 @@ EXPECTED = FOLDER / 'gpu_expected.json'
 LENGTHS = FOLDER / 'gpu_lengths.json'
 PASSAGES = FOLDER.parent / 'stppo_jax/assets/knowledge/corpus.jsonl'
 NEW_TOKENS = 128  # per row of the rollout
-EQUAL = ('critic/rewards/mean', 'stppo/agent_tokens/mean', 'num_turns/mean')  # of a batch
+EQUAL = ('critic/rewards/mean', 'stppo/agent_tokens/mean', 'num_turns/mean')  # metrics of a batch
 CLOSE = (
     'actor/pg_loss', 'actor/entropy', 'actor/grad_norm', 'stppo/bias_norm', 'stppo/step_norm',
     'critic/vf_loss', 'critic/grad_norm',

@@ -3,8 +3,7 @@
 The parts and their order are in `plan`. A part that exceeds its limit is ended and recorded as cut,
 and the next part begins. The next call with the same store runs the parts that failed or were left
 out, and continues the runs that were cut. Other parts that were cut are not run again. The module
-needs the standard library alone, because the
-packages arrive with the parcels.
+needs the standard library alone, because the packages arrive with the parcels.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from benchmarks import parcels
 
 ROOT = pathlib.Path(__file__).parent.parent
-TOTAL_S = 480.0  # of one call
+TOTAL_S = 480.0  # seconds of one call
 # Seconds of each group of parts in one call. The quick form has more, because CPUs are slower.
 GROUPS = {'runs': 80.0, 'figures': 120.0, 'padding': 60.0, 'model': 190.0}
 QUICK_FACTOR = 20

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import os
 import re
 import sys
 import zlib
@@ -37,6 +38,7 @@ from stppo_jax.envs import rewards
 from stppo_jax.monitoring import episodes as records
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import saved
 from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -54,6 +56,9 @@ def main(argv):
   workdir = arguments.flags.workdir
   if not workdir:
     raise UserError('--workdir names the folder of the demonstrations: give one')
+  folder = os.path.join(workdir, 'episodes')
+  if saved.has_batches(folder):
+    raise UserError(f'{folder} holds episodes already: give another --workdir, or remove it')
   parts = components.resolve(config).load()
   demonstrator = Demonstrator(parts)
   number = 0

@@ -57,7 +57,7 @@ class KernelTest(parameterized.TestCase):
 
   @flagsaver.flagsaver(quick=True)
   def test_wrong_result_is_an_error(self):
-    gaps = iter([0.0, 0.0, 0.03, 0.0])  # of the result and three gradients
+    gaps = iter([0.0, 0.0, 0.03, 0.0])  # result, then three gradients
     with mock.patch.object(gpu, 'relative_gap', lambda x, y: next(gaps)):
       _, raised = printed(gpu.check_kernel)
     self.assertRegex(str(raised), '0.03')

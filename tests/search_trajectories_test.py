@@ -226,7 +226,9 @@ class CommandTest(absltest.TestCase):
     config = st_ppo_tiny.get_config()
     config.data.source = f'{workdir}/episodes'
     pools = sft.load_pools(config)
-    self.assertBetween(len(pools.train) + len(pools.held_out), 600, 880)  # of 440 questions, twice
+    self.assertBetween(len(pools.train) + len(pools.held_out), 600, 880)  # 440 questions, twice
+    with self.assertRaisesRegex(types.UserError, 'holds episodes already'):
+      search_trajectories.main(arguments)
 
   def test_questions_without_evidence_are_refused(self):
     arguments = ['', f'--workdir={tempfile.mkdtemp()}']

@@ -45,7 +45,7 @@ METHODS = (
     ('st_ppo', 'partly'),
 )
 SAMPLES = 16  # episodes from each start in the last evaluation
-DRAWS = 10_000  # of the bootstrap
+DRAWS = 10_000  # samples of the bootstrap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ def get_config(mode=''):
   config.train.episodes = 32
   config.train.mini_batch = 4
   config.train.micro_batch = 2
-  config.train.critic_warmup = 0 if mode == 'smoke' else 2  # of two updates
+  config.train.critic_warmup = 0 if mode == 'smoke' else 2  # the smoke form has two updates
   config.train.length_buckets = (320,)
   config.eval.every = 20
   if mode == 'partly':

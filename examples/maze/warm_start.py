@@ -27,7 +27,7 @@ from stppo_jax.types import Task
 FOLDER = pathlib.Path(__file__).parent / 'model'
 _STEPS = flags.DEFINE_integer('steps', 200, 'optimizer steps')
 PLAYERS = {'fully': player.Player, 'partly': player.Descent}
-EPISODES = 1000  # of each view
+EPISODES = 1000  # episodes of each view
 ROWS = 16  # episodes per step
 OBSERVATION_WEIGHT = 0.3
 LENGTHS = (160, 320)

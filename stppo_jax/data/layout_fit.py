@@ -415,7 +415,7 @@ class _TextCheck(_Check):
         complaint = f'columns {cells.listed(columns)} may be the options'
         raise Misfit(profile.first.number, complaint)
     name = profile.path.name.lower()
-    self._is_table = '.csv' in name or '.tsv' in name  # which have no truths but texts
+    self._is_table = '.csv' in name or '.tsv' in name  # tables hold texts alone
     self._num_answers = 0
     self._num_bare = 0  # letters and numbers, which may name an option
     self._num_lists = 0  # rows with several answers

@@ -16,7 +16,7 @@ from stppo_jax.types import shown
 LETTERS = string.ascii_uppercase
 TRUTHS = ('yes', 'no')
 DECISIONS = ('yes', 'no', 'maybe')
-# Rows without an answer, by the value of a column that says so.
+# Values of columns that mark a row without an answer.
 _UNANSWERABLE = {'answerable': False, 'is_impossible': True}
 ALIASES = 'answer_aliases'
 STATES = tuple(_UNANSWERABLE)

@@ -57,7 +57,7 @@ class Tokenizer:
   folder: str
   vocab_size: int  # largest id + 1
   eos_ids: tuple[int, ...]  # each of them ends a turn, the template's first; may be empty
-  bos_ids: tuple[int, ...]  # that the file puts before a text, as Llama 3's <|begin_of_text|>
+  bos_ids: tuple[int, ...]  # ids before every text, as Llama 3's <|begin_of_text|>
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
   render: Callable[..., str] | None  # messages -> text with generation prompt; None: none

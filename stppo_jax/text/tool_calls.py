@@ -260,7 +260,7 @@ class QwenXml(Form):
 
 
 def _end_of_value(body: str, start: int) -> tuple[int, int]:
-  """Returns the end of a value whose closing tag may be missing, and where the text goes on."""
+  """Returns the end of a value whose closing tag may be missing, and where the text continues."""
   match = _VALUE_END.search(body, start)
   if match is None:
     return len(body), len(body)
