@@ -55,24 +55,30 @@ def get_config(mode=''):
   config.eval = schema.EvalSettings(every=20, episodes=0, rows=128)
   if mode == 'cpu':
     config.name += '_cpu'
-    config.data = schema.DataSettings(datasets=('geo',))
+    config.data = schema.DataSettings(datasets=('geo',), max_hops=1)
     config.env.prompt = 'short'
-    config.env.max_searches = 3
+    config.env.max_searches = 2
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'
     config.model.critic = 'shared'
     config.model.lora_rank = 16
     config.rollout = schema.RolloutSettings(
-        max_prompt=96, max_turn=64, max_observation=96, max_total=448
+        max_prompt=96, max_turn=48, max_observation=96, max_total=320
     )
-    config.actor.lr = 1e-3
+    # The ratios start from the sampler's log-probs, so that the age of a batch counts as well.
+    config.algorithm.old_logp = 'sampler'
+    config.algorithm.kl_coef = 0.0
+    # The value head's gradient in the shared trunk was 17 times the policy's.
+    config.algorithm.value_coef = 0.1
+    config.pipeline.staleness = 4
+    config.actor.lr = 3e-4
     config.train = schema.TrainSettings(
         updates=50,
         episodes=16,
-        mini_batch=8,
+        mini_batch=4,
         micro_batch=4,
-        length_buckets=(128, 192, 256, 320, 448),
+        length_buckets=(128, 192, 256, 320),
         checkpoint_every=5,
         keep_checkpoints=1,
     )

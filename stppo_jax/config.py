@@ -45,6 +45,9 @@ class DataSettings(Section):
   datasets: tuple[str, ...] = setting(
       (), "names of the data sets to use; empty: all. An experiment's choice is dropped if the "
       'command sets another --config.data.source')
+  max_hops: int = setting(
+      0, 'the most facts that a question may need; 0: any number. A question that does not say '
+      'its hops is kept', at_least=0)
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Components that a config names: a user's environment, reward, retriever and tasks."""
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -52,6 +53,34 @@ class OwnTasksTest(absltest.TestCase):
       config.data.datasets = datasets
       tasks = components.resolve(config).load_tasks('train')
       self.assertLen(tasks, 10_000)
+
+
+class MaxHopsTest(absltest.TestCase):
+
+  def test_questions_with_more_hops_are_left_out(self):
+    config = schema.Config()
+    config.data.datasets = ('geo',)
+    load = lambda: components.resolve(config).load_tasks('dev')
+    count = lambda: collections.Counter(task.hops for task in load())
+    everything = count()
+    config.data.max_hops = 2
+    self.assertEqual(count(), {hops: everything[hops] for hops in (1, 2)})
+    self.assertGreater(everything[3], 0)
+
+  def test_unknown_hops_stay_and_nothing_left_is_refused(self):
+    config = schema.Config()
+    config.data.source = f'{__name__}:two_tasks'
+    config.data.max_hops = 1
+    tasks = components.resolve(config).load_tasks('train')
+    self.assertEqual([task.hops for task in tasks], [0])
+    with self.assertRaisesRegex(UserError, "max_hops=1 leaves no question of the split 'dev'"):
+      components.resolve(config).load_tasks('dev')
+
+
+def two_tasks(split):
+  unknown = Task('a', 'How many?', ['1'], 'mine', hops=0)
+  many = Task('b', 'How often?', ['2'], 'mine', hops=3)
+  return [unknown, many] if split == 'train' else [many]
 
 
 class JaxSettingsTest(parameterized.TestCase):

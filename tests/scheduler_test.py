@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
+from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
 from stppo_jax.rollout import engine
@@ -222,6 +223,33 @@ class SchedulerTest(parameterized.TestCase):
       serve(scheduler, make_request(new, budget=1))
       serve(scheduler, make_request([*long, 8], budget=1, owner='a'))
       self.assertEqual(scheduler.counts.reused_tokens, len(long))
+
+  def test_released_rows_are_the_same_in_all_processes(self):
+    """Two processes as threads: with other rows they would sample in other contexts."""
+    barrier, said = threading.Barrier(2), {}
+    schedulers = [make_scheduler(width=2) for _ in range(2)]
+    threads = [scheduler._thread for scheduler in schedulers]
+
+    def share(message):
+      said[threads.index(threading.current_thread())] = message
+      barrier.wait(60)
+      message = said[0]
+      barrier.wait(60)
+      return [message]
+
+    is_writer = lambda: threading.current_thread() is threads[0]
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+    self.enterContext(mock.patch.object(hosts, 'is_writer', is_writer))
+    self.enterContext(mock.patch.object(hosts, 'share', share))
+    with schedulers[1], schedulers[0]:
+      for owner in 'ab':
+        serve(schedulers[0], make_request([5] * 9, budget=1, owner=owner))
+      schedulers[0].release('b')
+      serve(schedulers[0], make_request([7] * 9, budget=1, owner='c'))
+      schedulers[0].control('resume').result(60)  # then both have ended the step before
+      rows = [[row.owner for row in scheduler._rows] for scheduler in schedulers]
+    self.assertCountEqual(rows[0], 'ac')
+    self.assertEqual(rows[0], rows[1])
 
   def test_overwritten_rows_leak_nothing(self):
     """Requests of all kinds in random order, with two rows: each as it is alone."""

@@ -141,7 +141,7 @@ class Components:
     return dataclasses.replace(self.env, settings={**self.env.settings, 'retriever': retriever})
 
   def load_tasks(self, split: str) -> list[Task]:
-    """Returns the tasks of a split that belong to `config.data.datasets`."""
+    """Returns the tasks of a split that `config.data.datasets` and `max_hops` select."""
     data = self.config.data
     source = self.source
     has_own_tasks = False
@@ -149,6 +149,11 @@ class Components:
       has_own_tasks = True
       source = self.env.load_tasks
     tasks = [without_surrogates(task) for task in source(split)]
+    if data.max_hops and not (tasks := [task for task in tasks if task.hops <= data.max_hops]):
+      raise UserError(
+          f'config.data.max_hops={data.max_hops} leaves no question of the split {split!r}: '
+          'give a larger number, or 0 for all questions'
+      )
     known = sorted({task.dataset for task in tasks})
     if has_own_tasks and not set(data.datasets) & set(known):
       return tasks  # data.datasets names those of the embedded questions

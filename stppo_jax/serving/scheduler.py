@@ -95,6 +95,7 @@ class _Step(NamedTuple):
   closes: bool
   requests: list[Request]
   cancelled: list[int]  # places among the requests with a row, then those without
+  released: list[str]  # owners
   calls: list[_ControlCall]
 
 
@@ -164,6 +165,7 @@ class Scheduler:
     self._closed = False
     self._has_failed = False
     self._calls: list[_ControlCall] = []  # in progress
+    self._released: list[str] = []  # owners, since the last step
     self._admits = True  # whether waiting requests get rows
     self._decodes = True  # whether requests with rows continue
     self._clock = itertools.count(1)
@@ -256,9 +258,7 @@ class Scheduler:
   def release(self, owner: str) -> None:
     """Lets the idle rows of an owner be overwritten first."""
     with self._changed:
-      for row in self._rows:
-        if row.owner == owner and row.request is None:
-          row.used = 0
+      self._released.append(owner)
 
   def _run(self):
     try:
@@ -302,7 +302,9 @@ class Scheduler:
       cancelled = [place for place, request in places if request.cancelled]
       # A caller may have given up a call. From here on it cannot.
       self._calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
-      return _Step(self._closed, requests, cancelled, list(self._calls))
+      released = self._released
+      self._released = []
+      return _Step(self._closed, requests, cancelled, released, list(self._calls))
 
   def _has_work(self) -> bool:
     """Returns whether a token could be sampled."""
@@ -321,21 +323,24 @@ class Scheduler:
         return step
       new = [vars(request) | {'emit': None} for request in step.requests]
       named = [(call.name, call.arguments) for call in step.calls]
-      message = step.closes, new, step.cancelled, named
-    closes, new, cancelled, named = hosts.share(message)[0]
+      message = step.closes, new, step.cancelled, step.released, named
+    closes, new, cancelled, released, named = hosts.share(message)[0]
     if step is not None:
       return step
     for fields in new:
       fields['emit'] = lambda *tokens: None  # process 0 answers the client
       self._waiting.append(Request(**fields))
     self._calls += [_ControlCall(name, arguments, futures.Future()) for name, arguments in named]
-    return _Step(closes, [], cancelled, list(self._calls))
+    return _Step(closes, [], cancelled, released, list(self._calls))
 
   def _take(self, step: _Step) -> None:
-    """Ends cancelled requests, and runs the calls of other threads."""
+    """Ends cancelled requests, lets go of rows, and runs the calls of other threads."""
     requests = self._requests()
     for place in step.cancelled:
       self._cancel(requests[place])
+    for row in self._rows:
+      if row.request is None and row.owner in step.released:
+        row.used = 0
     for call in step.calls:
       try:
         result = getattr(self, f'_{call.name}')(*call.arguments)
