@@ -148,7 +148,7 @@ class HelpTest(parameterized.TestCase):
   def test_help_names_every_flag_mode_and_section(self, argument):
     code, text, _ = run(argument)
     self.assertEqual(code, 0)
-    self.assertLess(text.count('\n'), 60)
+    self.assertLess(text.count('\n'), 64)
     for name in (
         '--workdir',
         '--topology',
@@ -492,7 +492,7 @@ class MainTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('--topology=v5e:8x8', 'plan and doctor'),
-      ('--port=1', 'serve and watch'),
+      ('--port=1', 'serve and env-server and watch'),
       ('--input=x', 'export_atif and import_atif'),
       ('--batches=2', 'sample'),
   )

@@ -43,7 +43,10 @@ class Flags(Section):
   profile: int = setting(
       0, 'updates to trace, from the second on, into WORKDIR/profile', at_least=0
   )
-  port: int = setting(8080, 'for serve and watch; 0: any free port', at_least=0, at_most=65535)
+  port: int = setting(
+      8080, 'for serve, env-server and watch; 0: any free port', at_least=0, at_most=65535
+  )
+  sessions: int = setting(2048, 'for env-server: most sessions at once', at_least=1)
   batches: int = setting(1, 'for sample; 0: each question once', at_least=0)
   input: str = setting(
       '',

@@ -24,6 +24,7 @@ _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports
   python run.py compare runs/st_ppo_tiny runs/ppo_1            # settings and scores, with intervals
   python run.py chat                                           # ask it, and see its searches
   python run.py serve --port=8080                              # an OpenAI-compatible server
+  python run.py env-server my_task:MyEnv --port=8000           # plays for trainers elsewhere
   python run.py export                                         # WORKDIR/export, for transformers
   python run.py sample --batches=8                             # plays episodes, trains on none
   python run.py export_atif                                    # trajectories for Harbor's viewer

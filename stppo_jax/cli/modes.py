@@ -63,6 +63,9 @@ MODES = {
     ),
     'export': Mode('policies:export', reads_run=True, starts_jax=True),
     'serve': Mode('serving:serve', flags=('port',), reads_run=True, starts_jax=True, stops=True),
+    'env-server': Mode(
+        'env_server:serve', flags=('port', 'sessions'), operands=('MODULE:CLASS',), stops=True
+    ),
     'chat': Mode('policies:chat', reads_run=True, starts_jax=True),
     'plan': Mode('planning:plan', flags=('topology',)),
     'report': Mode('records:report'),

@@ -176,6 +176,9 @@ class _Job:
     except BaseException as error:  # would end the thread, or silently the run
       self._error = RuntimeError(f'{type(error).__name__}: {error}')
       self._error.__cause__ = error
+    # The context refers to the call. Such a cycle would keep the environment of an episode that is
+    # over until the next garbage collection.
+    self._context.run(_CURRENT.set, None)
 
   def result(self):
     error, self._error = self._error, None

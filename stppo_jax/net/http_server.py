@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import hmac
 import ipaddress
 import json
 import logging
@@ -35,6 +36,7 @@ from stppo_jax import types
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
 _KEEP_ALIVE_S = 75  # between requests of a connection
+_PONG_S = 60.0  # a WebSocket whose client does not answer a ping for so long is closed
 _SHOWN = 80  # characters of a wrong value in an error
 
 Json = dict[str, Any]  # a JSON object
@@ -70,6 +72,14 @@ class Body(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
+def check_key(headers: Mapping[str, str], api_key: str) -> None:
+  """Raises RequestError unless a request has the key. An empty key allows every client."""
+  key = headers.get('x-api-key') or headers.get('authorization', '')
+  key = key.removeprefix('Bearer ').strip()
+  if api_key and not hmac.compare_digest(key.encode(), api_key.encode()):
+    raise RequestError(401, 'a wrong API key, or none', 'invalid_api_key')
+
+
 def _replace_surrogates(value: Any) -> Any:
   return value.encode('utf-8', 'replace').decode() if isinstance(value, str) else value
 
@@ -83,6 +93,7 @@ class HttpApp:
 
   name = ''  # first word of the metrics' names
   how_to_allow = ''  # tells how to allow another name of the host
+  websocket_protocol = 'none'  # uvicorn's implementation; 'none': there are no WebSockets
   statuses: Mapping[type[Exception], int] = {}  # answers to the application's own errors
 
   def __init__(self, limits: ServerLimits, routes: Sequence[routing.Route]):
@@ -158,10 +169,7 @@ class HttpApp:
 
     Such a page can send a form or a text without asking the server, but no JSON.
     """
-    host = re.sub(r':\d+$', '', request.headers.get('host', ''))
-    host = host.strip('[]').rstrip('.').lower()
-    if self.allowed_hosts is not None and host not in self.allowed_hosts:
-      raise RequestError(403, f'the host {host[:80]!r} is not allowed: {self.how_to_allow}')
+    self.check_host(request)
     kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
     if request.method == 'POST' and kind != 'application/json':
       raise RequestError(415, 'send the header Content-Type: application/json')
@@ -175,6 +183,13 @@ class HttpApp:
     if length > most:
       raise RequestError(413, f'the body has {length} bytes: send at most {most}')
     self.check(request)
+
+  def check_host(self, connection: requests.HTTPConnection) -> None:
+    """Raises RequestError for a name of the host that `allowed_hosts` does not have."""
+    host = re.sub(r':\d+$', '', connection.headers.get('host', ''))
+    host = host.strip('[]').rstrip('.').lower()
+    if self.allowed_hosts is not None and host not in self.allowed_hosts:
+      raise RequestError(403, f'the host {host[:80]!r} is not allowed: {self.how_to_allow}')
 
   def post(
       self,
@@ -303,7 +318,10 @@ class Server:
         uvicorn.Config(
             app,
             http='h11',
-            ws='none',
+            ws=app.websocket_protocol,
+            ws_max_size=app.limits.max_body_bytes,
+            ws_ping_timeout=_PONG_S,
+            ws_per_message_deflate=False,  # its buffers would be most of a session's memory
             lifespan='off',
             loop='asyncio',
             log_config=None,

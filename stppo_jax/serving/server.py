@@ -27,7 +27,6 @@ from collections.abc import AsyncGenerator
 from collections.abc import Callable
 from collections.abc import Iterator
 import functools
-import hmac
 import re
 from typing import Annotated
 from typing import Any
@@ -150,12 +149,8 @@ class GatewayApp(http_server.HttpApp):
     session = re.match('/s/([^/]+)(?:/|$)', path)
     if session:  # the id of a session is a key, as long as the session is open
       self.service.session(session[1])
-    elif self._api_key and path != '/health':
-      headers = request.headers
-      key = headers.get('x-api-key') or headers.get('authorization', '')
-      key = key.removeprefix('Bearer ').strip()
-      if not hmac.compare_digest(key.encode(), self._api_key.encode()):
-        raise http_server.RequestError(401, 'a wrong API key, or none', 'invalid_api_key')
+    elif path != '/health':
+      http_server.check_key(request.headers, self._api_key)
 
   def health(self) -> Json:
     if not self.service.scheduler.is_alive:

@@ -1,0 +1,413 @@
+"""The environment server: its messages, limits and hostile clients. Skipped without websockets."""
+
+import contextlib
+import importlib.util
+import json
+import random
+import threading
+import time
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+import requests
+
+from stppo_jax.envs import factory as factory_lib
+from stppo_jax.envs import served
+from stppo_jax.net import http_server
+from stppo_jax.serving import env_server
+from stppo_jax.types import RunError
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+HAS_WEBSOCKETS = importlib.util.find_spec('websockets') is not None
+if HAS_WEBSOCKETS:
+  from websockets import exceptions
+  from websockets.sync import client
+
+needs_websockets = unittest.skipUnless(HAS_WEBSOCKETS, 'websockets is not installed')
+RELEASED = threading.Event()  # ends the steps 'wait'
+ENTERED = threading.Event()  # a step 'wait' has begun
+DROPPED = threading.Event()  # an environment was dropped
+
+
+class Words:
+  """An environment whose action names what it does."""
+
+  stop_strings = ('.', '!')
+  frame = 'user'
+  core_metrics = ('won',)
+  uses_global_random = False
+
+  def __init__(self, task, bonus=0.0):
+    self.task = task
+    self.bonus = bonus
+    self.left = 6
+
+  def reset(self, seed=None):
+    if self.task.question == 'raise':
+      raise ValueError('no start')
+    self.random = random.Random(seed)
+    return f'{self.task.question} \u00e9\u4e16 {self.random.random()}', {'suffix': 'go'}
+
+  def step(self, action):
+    self.left -= 1
+    if action == 'wait':
+      ENTERED.set()
+      RELEASED.wait(30)
+    if action == 'raise':
+      raise ValueError('broken')
+    if action == 'stop the run':
+      raise UserError('the key is wrong')
+    if action == 'end the run':
+      raise RunError('the retriever is gone')
+    reward = {
+        'numpy': np.float32(0.1),
+        'nan': float('nan'),
+        'array': np.zeros(2),
+        'none': None,
+    }.get(action, 0.1 + 0.2 + self.bonus)
+    info = {'metrics': {'won': np.int64(self.left), 'third': 1 / 3}, 'action': action}
+    if action == 'set':
+      info['found'] = {1}
+    if action == 'keys':
+      info['found'] = {1: 2}
+    if action == 'bytes':
+      info['found'] = b'x'
+    text = f'{action} {self.random.random()}'
+    return text, reward, action == 'win', self.left == 0, info
+
+  def __del__(self):
+    DROPPED.set()
+
+
+class Draws:
+  """An environment of the global random generators, with two roles."""
+
+  roles = ('asks', 'answers')
+
+  def __init__(self, task):
+    self.turns = 0
+
+  def reset(self, seed=None):
+    return f'{random.random()} {np.random.rand()}', {'role': 'asks'}
+
+  def step(self, action):
+    self.turns += 1
+    role = Draws.roles[self.turns % 2]
+    rewards = {'answers': random.random()}
+    info = {'role': role, 'rewards': rewards, 'role_metrics': {'asks': {'x': np.random.rand()}}}
+    return f'{random.random()}', np.random.rand(), False, self.turns == 4, info
+
+
+class OwnTasks(Words):
+  """An environment with tasks of its own."""
+
+  @staticmethod
+  def load_tasks(split):
+    options = (('A', 'one'), ('B', 'two'))
+    return [Task('t', 'q', ('a', 'b'), split=split, options=options, letter='A', seed=3)]
+
+
+@contextlib.contextmanager
+def serving(env_class=Words, api_key='', options=None, **limits):
+  factory = factory_lib.make_factory('tests:Env', env_class, {}, options or {})
+  description = served.Description.of_factory('tests:Env', factory, {'options': options or {}})
+  defaults = {'max_body_bytes': 1 << 16, 'grace_s': 1.0, 'max_sessions': 4, 'call_s': 20.0}
+  app = env_server.EnvApp(
+      factory, description, env_server.SessionLimits(**defaults | limits), api_key
+  )
+  with http_server.Server(app) as server:
+    yield server
+
+
+def connect(server, path='/ws', **arguments):
+  return client.connect(server.url.replace('http', 'ws') + path, proxy=None, **arguments)
+
+
+def ask(socket, kind, data=None, timeout=20):
+  message = {'type': kind} if data is None else {'type': kind, 'data': data}
+  socket.send(json.dumps(message))
+  return json.loads(socket.recv(timeout=timeout))
+
+
+def wait_for(condition):
+  for _ in range(400):
+    if condition():
+      return
+    time.sleep(0.05)
+  raise AssertionError('it does not happen')
+
+
+class ServerTestCase(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    for event in (RELEASED, ENTERED, DROPPED):
+      event.clear()
+    self.addCleanup(RELEASED.set)
+
+  def start(self, *args, **kwargs):
+    return self.enterContext(serving(*args, **kwargs))
+
+  def open(self, server, **arguments):
+    return self.enterContext(connect(server, **arguments))
+
+  def assert_works(self, server):
+    """A new client plays."""
+    with connect(server) as socket:
+      self.assertEqual(ask(socket, 'reset', {'seed': 1})['type'], 'observation')
+      self.assertEqual(ask(socket, 'step', {'text': 'x'})['type'], 'observation')
+
+  def assert_error(self, answer, code, words='.'):
+    self.assertEqual((answer['type'], answer['data']['code']), ('error', code), answer)
+    self.assertRegex(json.dumps(answer), words)
+    self.assertNotIn('\n', answer['data']['message'])
+
+
+@needs_websockets
+class EnvServerTest(ServerTestCase):
+
+  def test_episode_has_the_messages_of_openenv(self):
+    socket = self.open(self.start(options={'bonus': 1.0}))
+    self.assertEqual(ask(socket, 'state')['data'], {'episode_id': None, 'step_count': 0})
+    task = {'id': 't', 'question': 'Who?'}
+    answer = ask(socket, 'reset', {'seed': 1, 'episode_id': 'e', 'task': task})
+    number = random.Random(1)
+    observation = {'terminated': False, 'truncated': False}
+    first = {'text': f'Who? \u00e9\u4e16 {number.random()}', 'info': {'suffix': 'go'}}
+    self.assertEqual(
+        answer,
+        {
+            'type': 'observation',
+            'data': {'observation': observation | first, 'reward': None, 'done': False},
+        },
+    )
+    answer = ask(socket, 'step', {'text': 'win', 'metadata': {}})
+    info = {'metrics': {'won': 5, 'third': 1 / 3}, 'action': 'win'}
+    second = {'text': f'win {number.random()}', 'terminated': True, 'truncated': False}
+    self.assertEqual(
+        answer['data'],
+        {'observation': second | {'info': info}, 'reward': 0.1 + 0.2 + 1.0, 'done': True},
+    )
+    self.assertEqual(ask(socket, 'state')['data'], {'episode_id': 'e', 'step_count': 1})
+    self.assert_error(ask(socket, 'step', {'text': 'x'}), 'EXECUTION_ERROR', 'send reset')
+    self.assertEqual(ask(socket, 'reset', {'seed': 1, 'task': task})['data']['done'], False)
+    socket.send('{"type": "close"}')
+    with self.assertRaises(exceptions.ConnectionClosedOK):
+      socket.recv(timeout=20)
+
+  def test_sessions_are_separate(self):
+    server = self.start()
+    one, two = self.open(server), self.open(server)
+    first = ask(one, 'reset', {'seed': 1})
+    ask(two, 'reset', {'seed': 2})
+    ask(one, 'step', {'text': 'win'})
+    self.assertEqual(
+        ask(two, 'step', {'text': 'x'})['data']['observation']['info']['metrics']['won'], 5
+    )
+    self.assertEqual(ask(two, 'reset', {'seed': 1}), first)
+    self.assertNotEqual(ask(two, 'reset'), ask(two, 'reset'))
+
+  def test_slow_step_does_not_stop_others(self):
+    server = self.start()
+    slow = self.open(server)
+    ask(slow, 'reset')
+    slow.send('{"type": "step", "data": {"text": "wait"}}')
+    self.assertTrue(ENTERED.wait(20))
+    self.assert_works(server)
+    self.assertFalse(RELEASED.is_set())
+    RELEASED.set()
+    self.assertStartsWith(json.loads(slow.recv(timeout=20))['data']['observation']['text'], 'wait')
+
+  @parameterized.parameters(
+      ('raise', 'Words raised ValueError: broken .*env_server_test'),
+      ('stop the run', 'the key is wrong'),
+      ('end the run', 'the retriever is gone'),
+      ('nan', 'the reward is nan'),
+      ('array', 'the reward is array'),
+      ('set', r"observation\['info'\]\['found'\] is \{1\}"),
+      ('keys', r"observation\['info'\]\['found'\] is \{1: 2\}"),
+      ('bytes', r"observation\['info'\]\['found'\] is b'x'"),
+  )
+  def test_failed_step_is_an_error_message(self, action, words):
+    server = self.start()
+    socket = self.open(server)
+    ask(socket, 'reset')
+    self.assert_error(ask(socket, 'step', {'text': action}), 'EXECUTION_ERROR')
+    ask(socket, 'reset')
+    message = ask(socket, 'step', {'text': action})['data']['message']
+    self.assertRegex(message, words)
+    self.assert_error(ask(socket, 'step', {'text': 'x'}), 'EXECUTION_ERROR', 'send reset')
+    self.assertEqual(ask(socket, 'reset')['type'], 'observation')
+
+  def test_failed_reset_is_an_error_message(self):
+    socket = self.open(self.start())
+    task = {'id': 't', 'question': 'raise'}
+    self.assert_error(ask(socket, 'reset', {'task': task}), 'EXECUTION_ERROR', 'no start')
+    self.assertEqual(ask(socket, 'reset')['type'], 'observation')
+
+  def test_call_has_a_time_limit(self):
+    server = self.start(call_s=0.3)
+    socket = self.open(server)
+    ask(socket, 'reset')
+    self.assert_error(ask(socket, 'step', {'text': 'wait'}), 'EXECUTION_ERROR', 'within 0.3 s')
+    self.assert_works(server)
+
+  def test_stop_ends_sessions_at_once(self):
+    with serving() as server:
+      socket = self.open(server)
+      ask(socket, 'reset')
+      socket.send('{"type": "step", "data": {"text": "wait"}}')
+      self.assertTrue(ENTERED.wait(20))
+    with self.assertRaises(exceptions.ConnectionClosed):
+      socket.recv(timeout=20)
+    self.assertFalse(RELEASED.is_set())
+
+  def test_class_is_described(self):
+    with serving(OwnTasks, api_key='k', options={'bonus': 1.0}) as server:
+      key = {'Authorization': 'Bearer k'}
+      fields = requests.get(server.url + '/environment', headers=key, timeout=20).json()
+      description = served.Description.from_dict(fields)
+      self.assertTrue(description.has_tasks)
+      self.assertEqual(description.stop_strings, ('.', '!'))
+      self.assertEqual((description.frame, description.core_metrics), ('user', ('won',)))
+      with connect(server, additional_headers=key) as socket:
+        self.assertEqual(socket.response.headers[served.HEADER], description.digest)
+      rows = requests.get(server.url + '/tasks?split=dev', headers=key, timeout=20).json()
+      self.assertEqual([served.read_task(row) for row in rows], OwnTasks.load_tasks('dev'))
+    with serving(OwnTasks) as server:
+      fields = requests.get(server.url + '/environment', timeout=20).json()
+      self.assertNotEqual(served.Description.from_dict(fields).digest, description.digest)
+    with serving() as server:
+      self.assertEqual(requests.get(server.url + '/tasks', timeout=20).status_code, 404)
+
+
+@needs_websockets
+class HostileClientTest(ServerTestCase):
+
+  @parameterized.parameters(
+      ('{', 'INVALID_JSON'),
+      ('', 'INVALID_JSON'),
+      ('[1]', 'INVALID_JSON'),
+      ('null', 'INVALID_JSON'),
+      ('[' * 30_000, 'INVALID_JSON'),
+      (b'{"type": "state"}', 'INVALID_JSON'),
+      ('{"type": "steal"}', 'UNKNOWN_TYPE'),
+      ('{"type": "observation"}', 'UNKNOWN_TYPE'),
+      ('{"type": 1}', 'VALIDATION_ERROR'),
+      ('{}', 'VALIDATION_ERROR'),
+      ('{"type": "step"}', 'VALIDATION_ERROR'),
+      ('{"type": "step", "data": []}', 'VALIDATION_ERROR'),
+      ('{"type": "step", "data": {"text": 1}}', 'VALIDATION_ERROR'),
+      ('{"type": "step", "data": {"text": "x", "y": 1}}', 'VALIDATION_ERROR'),
+      ('{"type": "step", "data": {"text": "x"}, "z": 1}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"seed": -1}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"seed": true}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"seed": 1.5}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"seed": NaN}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"difficulty": 1}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"task": {}}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"task": {"id": 1}}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"task": {"id": "t", "answers": "a"}}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"task": {"id": "t", "steps": [["a"]]}}}', 'VALIDATION_ERROR'),
+      ('{"type": "reset", "data": {"task": {"id": "t", "x": 1}}}', 'VALIDATION_ERROR'),
+      ('{"type": "step", "data": {"text": "before reset"}}', 'EXECUTION_ERROR'),
+  )
+  def test_bad_message_is_an_error_message(self, text, code):
+    server = self.start()
+    socket = self.open(server)
+    socket.send(text)
+    self.assert_error(json.loads(socket.recv(timeout=20)), code)
+    self.assertEqual(ask(socket, 'reset')['type'], 'observation')
+
+  def test_half_a_character_is_replaced(self):
+    socket = self.open(self.start())
+    ask(socket, 'reset')
+    socket.send('{"type": "step", "data": {"text": "\\ud800"}}')
+    self.assertStartsWith(json.loads(socket.recv(timeout=20))['data']['observation']['text'], '?')
+
+  def test_large_message_ends_its_session(self):
+    server = self.start()
+    socket = self.open(server)
+    with self.assertRaises(exceptions.ConnectionClosedError) as caught:
+      socket.send('{"type": "step", "data": {"text": "%s"}}' % ('x' * (1 << 17)))
+      socket.recv(timeout=20)
+    self.assertEqual(caught.exception.rcvd.code, 1009)
+    wait_for(lambda: server.app.num_sessions == 0)
+    self.assert_works(server)
+
+  def test_large_message_in_parts_ends_its_session(self):
+    server = self.start()
+    socket = self.open(server)
+    with self.assertRaises(exceptions.ConnectionClosedError) as caught:
+      socket.send('x' * 1000 for _ in range(100))
+      socket.recv(timeout=20)
+    self.assertEqual(caught.exception.rcvd.code, 1009)
+    wait_for(lambda: server.app.num_sessions == 0)
+
+  def test_client_that_leaves_frees_its_session(self):
+    server = self.start(max_sessions=1)
+    socket = self.open(server)
+    ask(socket, 'reset')
+    DROPPED.clear()
+    socket.send('{"type": "step", "data": {"text": "wait"}}')
+    self.assertTrue(ENTERED.wait(20))
+    socket.socket.close()
+    self.assertEqual(server.app.num_sessions, 1)  # its call is still running
+    RELEASED.set()
+    wait_for(lambda: server.app.num_sessions == 0)
+    self.assertTrue(DROPPED.wait(20))
+    self.assert_works(server)
+
+  def test_session_too_many_is_refused(self):
+    server = self.start(max_sessions=2)
+    sockets = [self.open(server) for _ in range(2)]
+    for socket in sockets:
+      ask(socket, 'reset')
+    late = self.open(server)
+    answer = json.loads(late.recv(timeout=20))
+    self.assert_error(answer, 'CAPACITY_REACHED', 'has 2 sessions.*--sessions')
+    with self.assertRaises(exceptions.ConnectionClosed):
+      late.recv(timeout=20)
+    sockets[0].close()
+    wait_for(lambda: server.app.num_sessions == 1)
+    self.assert_works(server)
+
+  def test_idle_session_ends(self):
+    server = self.start(idle_s=0.3)
+    socket = self.open(server)
+    self.assert_error(json.loads(socket.recv(timeout=20)), 'SESSION_ERROR', 'no message within')
+    with self.assertRaises(exceptions.ConnectionClosed):
+      socket.recv(timeout=20)
+    wait_for(lambda: server.app.num_sessions == 0)
+
+  @parameterized.parameters(
+      ({}, 401),
+      ({'Authorization': 'Bearer wrong'}, 401),
+      ({'Authorization': 'Bearer kk'}, 401),
+      ({'x-api-key': ''}, 401),
+      ({'Authorization': 'Bearer k', 'Origin': 'http://127.0.0.1'}, 403),
+      ({'Authorization': 'Bearer k', 'Host': 'rebound.example'}, None),
+  )
+  def test_stranger_gets_no_session(self, headers, status):
+    server = self.start(api_key='k')
+    with self.assertRaises(exceptions.InvalidStatus) as caught:
+      self.open(server, additional_headers=headers)
+    self.assertIn(caught.exception.response.status_code, [status] if status else [400, 403])
+    for path in ('/environment', '/tasks', '/metrics'):
+      self.assertEqual(requests.get(server.url + path, timeout=20).status_code, 401)
+    self.assertEqual(requests.get(server.url + '/health', timeout=20).json()['sessions'], 0)
+    self.open(server, additional_headers={'Authorization': 'Bearer k'})
+
+  def test_other_paths_are_refused(self):
+    server = self.start()
+    with self.assertRaises(exceptions.InvalidStatus) as caught:
+      connect(server, path='/wss')
+    self.assertEqual(caught.exception.response.status_code, 404)
+    self.assertEqual(requests.get(server.url + '/ws', timeout=20).status_code, 404)
+
+
+if __name__ == '__main__':
+  absltest.main()
