@@ -3,20 +3,28 @@
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import threading
 import time
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 import requests
 
+from stppo_jax import config as schema
+from stppo_jax.assembly import components
 from stppo_jax.envs import factory as factory_lib
+from stppo_jax.envs import guard
 from stppo_jax.envs import served
+from stppo_jax.envs import stepping
+from stppo_jax.envs.adapters import openenv_servers
 from stppo_jax.net import http_server
 from stppo_jax.serving import env_server
+from stppo_jax.settings import validation
 from stppo_jax.types import RunError
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -111,14 +119,14 @@ class OwnTasks(Words):
 
 
 @contextlib.contextmanager
-def serving(env_class=Words, api_key='', options=None, **limits):
+def serving(env_class=Words, api_key='', options=None, port=0, **limits):
   factory = factory_lib.make_factory('tests:Env', env_class, {}, options or {})
   description = served.Description.of_factory('tests:Env', factory, {'options': options or {}})
   defaults = {'max_body_bytes': 1 << 16, 'grace_s': 1.0, 'max_sessions': 4, 'call_s': 20.0}
   app = env_server.EnvApp(
       factory, description, env_server.SessionLimits(**defaults | limits), api_key
   )
-  with http_server.Server(app) as server:
+  with http_server.Server(app, port=port) as server:
     yield server
 
 
@@ -407,6 +415,183 @@ class HostileClientTest(ServerTestCase):
       connect(server, path='/wss')
     self.assertEqual(caught.exception.response.status_code, 404)
     self.assertEqual(requests.get(server.url + '/ws', timeout=20).status_code, 404)
+
+
+def resolve(*urls, **options):
+  config = schema.Config()
+  config.env.kind = f'openenv:{",".join(urls)}'
+  config.env.options = options
+  config.retriever.kind = 'none'
+  return components.resolve(validation.validate(config)).env
+
+
+def play(factory, task, seed, actions):
+  """Returns all that an episode gives to its caller."""
+  env = factory(task, seed, guard.Guard(20.0))
+  outcomes = [stepping.reset(env, seed)]
+  if 'environment_error' not in outcomes[0][1]:
+    for action in actions:
+      outcome = stepping.step(env, action)
+      outcomes.append(outcome)
+      if outcome[2] or outcome[3]:
+        break
+  return outcomes
+
+
+@needs_websockets
+class ServedEnvTest(ServerTestCase):
+  """The client of several servers."""
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(mock.patch.object(openenv_servers, '_FIRST_RETRY_S', 0.1))
+
+  def begin(self, factory, seed=0):
+    env = factory(Task('t', 'q'), seed)
+    self.addCleanup(env._close)
+    return env, stepping.reset(env, seed)
+
+  @parameterized.parameters(
+      (Words, ['x', 'numpy', '\u00e9"\\\n\u4e16', '', 'win']),
+      (Words, ['x'] * 8),
+      (Words, ['x', 'raise', 'x']),
+      (Draws, ['x'] * 8),
+  )
+  def test_episodes_equal_those_in_this_process(self, env_class, actions):
+    here = factory_lib.make_factory('tests:Env', env_class, {}, {})
+    there = resolve(self.start(env_class).url)
+    for seed in (0, 7, 2**40):
+      task = Task(f't{seed}', 'Who?', ('a', 'b'), options=(('A', 'x'),), letter='A')
+      expected = play(here, task, seed, actions)
+      self.assertEqual(play(there, task, seed, actions), expected)
+      self.assertGreater(len(expected), 2)
+      rewards = [outcome[1] for outcome in expected[1:]]
+      self.assertGreater(sum(rewards), 0)
+
+  def test_failed_reset_equals_that_in_this_process(self):
+    here = factory_lib.make_factory('tests:Env', Words, {}, {})
+    there = resolve(self.start().url)
+    outcomes = [play(factory, Task('t', 'raise'), 0, ()) for factory in (here, there)]
+    self.assertEqual(outcomes[0], outcomes[1])
+    self.assertIn('no start', outcomes[0][0][1]['environment_error'])
+
+  def test_error_that_ends_the_run_ends_it(self):
+    factory = resolve(self.start().url)
+    for action, kind, words in (
+        ('stop the run', UserError, 'the key is wrong'),
+        ('end the run', RunError, 'the retriever is gone'),
+        ('nan', UserError, 'the reward is nan'),
+        ('keys', UserError, 'cannot send'),
+    ):
+      env, _ = self.begin(factory)
+      with self.assertRaisesRegex(kind, words):
+        stepping.step(env, action)
+
+  def test_attributes_and_tasks_are_those_of_the_class(self):
+    here = factory_lib.make_factory('tests:Env', OwnTasks, {}, {})
+    there = resolve(self.start(OwnTasks).url)
+    for name in ('stop_strings', 'frame', 'core_metrics', 'roles', 'stops_in_thoughts'):
+      self.assertEqual(getattr(there, name), getattr(here, name))
+    self.assertEqual(there.load_tasks('dev'), here.load_tasks('dev'))
+    self.assertIsNone(resolve(self.start().url).load_tasks)
+    self.assertEqual(resolve(self.start(Draws).url).roles, Draws.roles)
+
+  def test_sessions_are_spread_by_load(self):
+    one, two = self.start(), self.start()
+    factory = resolve(one.url, two.url)
+    envs = [self.begin(factory)[0] for _ in range(6)]
+    self.assertEqual([one.app.num_sessions, two.app.num_sessions], [3, 3])
+    for env in envs[::2]:
+      env._close()
+    wait_for(lambda: one.app.num_sessions == 0)
+    for _ in range(3):
+      self.begin(factory)
+    self.assertEqual([one.app.num_sessions, two.app.num_sessions], [3, 3])
+
+  def test_lost_address_is_masked_and_taken_back(self):
+    other = self.start(max_sessions=2)
+    with serving() as lost:
+      factory = resolve(lost.url, other.url, timeout_s=20)
+      (one, _), (two, _) = self.begin(factory), self.begin(factory)
+      self.assertEqual([lost.app.num_sessions, other.app.num_sessions], [1, 1])
+    _, reward, terminated, truncated, info = stepping.step(one, 'x')
+    self.assertEqual((reward, terminated, truncated), (0.0, True, True))
+    self.assertTrue(info['retrieval_failed'])
+    self.assertEqual(stepping.step(two, 'x')[4]['action'], 'x')
+    self.begin(factory)
+    self.assertEqual(other.app.num_sessions, 2)
+    _, (_, info) = self.begin(factory)
+    self.assertRegex(info['environment_error'], '1 of 2 addresses do not answer')
+    back = self.start(port=lost.port)
+    time.sleep(0.5)
+    env, _ = self.begin(factory)
+    self.assertEqual(back.app.num_sessions, 1)
+    self.assertEqual(stepping.step(env, 'x')[4]['action'], 'x')
+
+  def test_all_addresses_lost_waits(self):
+    with serving() as lost:
+      factory = resolve(lost.url, timeout_s=20)
+    timer = threading.Timer(1.0, lambda: self.start(port=lost.port))
+    timer.start()
+    _, (text, _) = self.begin(factory)
+    self.assertStartsWith(text, 'q')
+    timer.join()
+    self.doCleanups()
+    with self.assertRaisesRegex(UserError, 'starts no episode .*Connect.*start the server'):
+      resolve(lost.url, timeout_s=0.5)(Task('t'), 0).reset(seed=0)
+
+  def test_full_servers_are_one_line(self):
+    factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)])
+    for _ in range(2):
+      self.begin(factory)
+    with self.assertRaisesRegex(UserError, 'starts no episode .*CAPACITY_REACHED') as caught:
+      self.begin(factory)
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_servers_that_differ_are_refused(self):
+    one = self.start()
+    for other in (self.start(options={'bonus': 1.0}), self.start(OwnTasks)):
+      factory = resolve(one.url, other.url)
+      self.begin(factory)
+      with self.assertRaisesRegex(UserError, 'plays another environment, or with other settings'):
+        self.begin(factory)
+    with self.assertRaisesRegex(UserError, 'twice'):
+      resolve(one.url, one.url)
+    with self.assertRaisesRegex(UserError, 'options'):
+      resolve(one.url, tries=3)
+
+  def test_key_is_sent(self):
+    server = self.start(api_key='k')
+    with self.assertRaisesRegex(UserError, 'OPENENV_API_KEY'):
+      resolve(server.url)
+    with mock.patch.dict(os.environ, {'OPENENV_API_KEY': 'k'}):
+      self.begin(resolve(server.url))
+    self.assertEqual(server.app.num_sessions, 1)
+
+
+@needs_websockets
+@unittest.skipUnless(importlib.util.find_spec('openenv'), 'openenv is not installed')
+class OpenEnvClientTest(ServerTestCase):
+
+  def test_client_of_openenv_plays(self):
+    from openenv.core import generic_client
+
+    server = self.start(max_sessions=1)
+    with generic_client.GenericEnvClient(base_url=server.url).sync() as env:
+      result = env.reset(seed=1, episode_id='e', task={'id': 't', 'question': 'Who?'})
+      text = f'Who? \u00e9\u4e16 {random.Random(1).random()}'
+      self.assertEqual((result.observation['text'], result.done), (text, False))
+      result = env.step({'text': 'x'})
+      self.assertEqual((result.reward, result.done), (0.1 + 0.2, False))
+      self.assertEqual(env.state(), {'episode_id': 'e', 'step_count': 1})
+      with self.assertRaisesRegex(RuntimeError, 'Words raised ValueError: broken'):
+        env.step({'text': 'raise'})
+      env.reset()
+      self.assertTrue(env.step({'text': 'win'}).done)
+      late = generic_client.GenericEnvClient(base_url=server.url).sync()
+      with late, self.assertRaisesRegex(RuntimeError, 'CAPACITY_REACHED'):
+        late.reset()
+    wait_for(lambda: server.app.num_sessions == 0)
 
 
 if __name__ == '__main__':

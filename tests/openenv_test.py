@@ -34,7 +34,10 @@ class OpenEnvTest(absltest.TestCase):
     cls.url = env_server.start(cls.addClassCleanup, SERVER, SESSIONS)
 
   def start(self, seed, **options):
-    env = resolve(self.url, **options)(Task('t', seed=seed), seed)
+    return self.begin(resolve(self.url, **options), seed)
+
+  def begin(self, factory, seed):
+    env = factory(Task('t', seed=seed), seed)
     self.addCleanup(env._close)
     return env, env.reset(seed=seed)
 
@@ -82,8 +85,24 @@ class OpenEnvTest(absltest.TestCase):
     self.doCleanups()
     self.start(9)
 
+  def test_several_servers_share_the_sessions(self):
+    stops = []  # the first one kills the second server
+    second = env_server.start(lambda stop: stops.insert(0, stop), SERVER, SESSIONS)
+    self.addCleanup(lambda: [stop() for stop in stops])
+    factory = resolve(f'{self.url},{second}')
+    envs = [self.begin(factory, seed)[0] for seed in range(2 * SESSIONS)]
+    with self.assertRaisesRegex(UserError, 'CAPACITY_REACHED'):
+      self.begin(factory, 9)
+    stops[0]()
+    infos = [env.step('{"guess": 99}')[4] for env in envs]
+    self.assertEqual(sum(info.get('retrieval_failed', False) for info in infos), SESSIONS)
+    with self.assertRaisesRegex(ConnectionError, '1 of 2 addresses do not answer'):
+      self.begin(factory, 9)
+    self.doCleanups()
+    self.begin(factory, 9)
+
   def test_addresses(self):
-    for url in ('localhost:8000', 'ftp://x', 'http://'):
+    for url in ('localhost:8000', 'ftp://x', 'http://', 'http://a:1,', 'http://a:1 http://b:1'):
       with self.assertRaisesRegex(UserError, 'an address is needed'):
         resolve(url)
     with self.assertRaisesRegex(UserError, 'starts no episode .*start the server'):

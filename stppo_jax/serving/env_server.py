@@ -134,6 +134,8 @@ class EnvApp(http_server.HttpApp):
       await self._serve(socket)
     except websockets.WebSocketDisconnect:
       pass
+    except Exception:
+      logging.exception('a session failed')
 
   def _check_socket(self, socket: websockets.WebSocket) -> None:
     """Raises RequestError for a connection that gets no session."""
@@ -208,20 +210,13 @@ class EnvApp(http_server.HttpApp):
 
   async def _answer(self, session: '_Session', text: str | None) -> str | None:
     """Returns the answer to a message; None for the last one. Raises _ErrorAnswer, Stopped."""
-    try:
-      fields = types.parse_json(text) if text is not None else None
-    except (ValueError, RecursionError) as error:
-      message = f'the message is not JSON ({type(error).__name__})'
-      raise _ErrorAnswer('INVALID_JSON', message) from None
-    if not isinstance(fields, dict):
-      raise _ErrorAnswer('INVALID_JSON', 'send a JSON object as text')
     kinds: dict[str, Callable[[_Message], Any]] = {
         'reset': lambda message: session.reset(_ResetData.model_validate(message.data)),
         'step': lambda message: session.step(_StepData.model_validate(message.data)),
         'state': lambda message: session.state(),
     }
     try:
-      message = _Message.model_validate(fields)
+      message = _Message.model_validate(_parse(text))
       if message.type == 'close':
         return None
       if message.type not in kinds:
@@ -300,6 +295,18 @@ class _Session:
     """Returns the episode's id and its number of steps."""
     data = {'episode_id': self._episode_id, 'step_count': self._num_steps}
     return json.dumps({'type': 'state', 'data': data})
+
+
+def _parse(text: str | None) -> Json:
+  """Returns a JSON object; `text` is None for a message in bytes. Raises _ErrorAnswer."""
+  try:
+    fields = None if text is None else types.parse_json(text)
+  except (ValueError, RecursionError) as error:
+    reason = f'the message is not JSON ({type(error).__name__})'
+    raise _ErrorAnswer('INVALID_JSON', reason) from None
+  if not isinstance(fields, dict):
+    raise _ErrorAnswer('INVALID_JSON', 'send a JSON object as text')
+  return fields
 
 
 def _raise_if_failed(info: Any) -> None:
