@@ -64,6 +64,12 @@ SHAPES = {
         head_dim=64,
         d_ff=1920,
     ),
+    '135M': dataclasses.replace(
+        presets.PRESETS['smollm2-135m'],
+        remat='none',
+        dtype='float32',
+        cache_tile=decoder.CPU_CACHE_TILE,
+    ),
 }
 WIDTH = 32  # rows of a slot group, as in experiments/st_ppo_tiny.py
 _NOTHING = np.zeros((0,), np.int32)  # the observation after the last turn
@@ -226,50 +232,60 @@ class Learning:
 
   def __init__(self, size, folder, rows, length, learning_rate, micro_batch):
     self._mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    actor_config = SHAPES[size]
-    self._model = describe(actor_config)
-    critic_config = dataclasses.replace(actor_config, head='value')
-    actor = decoder.init(jax.random.key(0), actor_config)
-    critic = decoder.init(jax.random.key(1), critic_config)
-    head = critic['value_head']['kernel']
-    critic['value_head']['kernel'] = 0.02 * jax.random.normal(jax.random.key(2), head.shape)
-    convert.save_hf(os.path.join(folder, 'actor'), actor_config, actor)
-    convert.save_hf(os.path.join(folder, 'critic'), critic_config, critic)
-    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
-    self._states, self._functions = {}, {}
+    self._actor_config = SHAPES[size]
+    self._critic_config = dataclasses.replace(self._actor_config, head='value')
+    self._model = describe(self._actor_config)
+    self._sizes = learning_rate, micro_batch, length
+    actor, critic = self._parameters()
+    convert.save_hf(os.path.join(folder, 'actor'), self._actor_config, actor)
+    convert.save_hf(os.path.join(folder, 'critic'), self._critic_config, critic)
+    del actor, critic
     st_ppo = _plain('st_ppo')
-    for name, variant in (
-        ('ppo', _plain('ppo', log_bias=False)),
-        ('st_ppo, clipped', st_ppo),
+    self._variants = {
+        'ppo': _plain('ppo', log_bias=False),
+        'st_ppo, clipped': st_ppo,
         # Bounds that no ratio reaches, however long the benchmark runs.
-        ('st_ppo, nothing clipped', dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6)),
-    ):
-      spec = train_state.Spec(
-          variant=variant,
-          actor=actor_config,
-          critic=critic_config,
-          actor_optimizer=optimizer,
-          critic_optimizer=optimizer,
-          actor_lr=schedule,
-          critic_lr=schedule,
-          actor_clip=1.0,
-          critic_clip=1.0,
-          micro_batch=micro_batch,
-          lengths=(length,),
-          temperature=1.0,
-          logp_chunk=None,
-          critic_warmup=0,
-          num_logged_turns=5,
-      )
-      copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
-      self._states[name] = train_state.create_sharded(spec, *copies, self._mesh)
-      self._functions[name] = update.compile_functions(
-          spec, self._states[name], train_state.Frozen(), self._mesh
-      )
+        'st_ppo, nothing clipped': dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6),
+    }
+    self._states, self._functions = {}, {}
     # Rows of equal length, so each is a bin of its own: the peer does not pack.
     packed = packing.pack(np.full(rows, length), micro_batch, (length,))
     self._step = packing.Step(np.arange(rows, dtype=np.int32), packed)
-    self._batches = self._make_batches(actor_config.vocab_size, rows, length)
+    self._batches = self._make_batches(self._actor_config.vocab_size, rows, length)
+
+  def _parameters(self):
+    actor = decoder.init(jax.random.key(0), self._actor_config)
+    critic = decoder.init(jax.random.key(1), self._critic_config)
+    head = critic['value_head']['kernel']
+    critic['value_head']['kernel'] = 0.02 * jax.random.normal(jax.random.key(2), head.shape)
+    return actor, critic
+
+  def _compile(self, name):
+    """Makes the state and the functions of a variant, unless they are there."""
+    if name in self._states:
+      return
+    learning_rate, micro_batch, length = self._sizes
+    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
+    spec = train_state.Spec(
+        variant=self._variants[name],
+        actor=self._actor_config,
+        critic=self._critic_config,
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
+        micro_batch=micro_batch,
+        lengths=(length,),
+        temperature=1.0,
+        logp_chunk=None,
+        critic_warmup=0,
+        num_logged_turns=5,
+    )
+    state = train_state.create_sharded(spec, *self._parameters(), self._mesh)
+    self._functions[name] = update.compile_functions(spec, state, train_state.Frozen(), self._mesh)
+    self._states[name] = state
 
   def model(self):
     """Describes the actor; the critic is the same with a value head."""
@@ -283,6 +299,7 @@ class Learning:
 
   def log_probs(self):
     """Returns log-probs and values, 0 outside the agent's tokens."""
+    self._compile('ppo')
     batch, _ = self._functions['ppo'].annotate(
         self._states['ppo'], train_state.Frozen(), self._batches['ppo'], packing.stack([self._step])
     )
@@ -290,6 +307,7 @@ class Learning:
 
   def update(self, name):
     """Does one optimizer step; returns losses and gradient norms before norm clipping."""
+    self._compile(name)
     self._states[name], metrics, _ = self._functions[name].update_step(
         self._states[name], train_state.Frozen(), self._batches[name], self._step
     )

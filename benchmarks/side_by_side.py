@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import figures
 
-SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
+SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M, 135M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
 REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
 QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')

@@ -71,14 +71,14 @@ def get_config(mode=''):
     config.algorithm.kl_coef = 0.0
     # The value head's gradient in the shared trunk was 17 times the policy's.
     config.algorithm.value_coef = 0.1
-    config.pipeline.staleness = 4
+    config.pipeline.staleness = 2
     config.actor.lr = 3e-4
     config.train = schema.TrainSettings(
         updates=50,
         episodes=16,
-        mini_batch=4,
-        micro_batch=4,
-        length_buckets=(128, 192, 256, 320),
+        mini_batch=8,
+        micro_batch=2,
+        length_buckets=(192, 256, 320),
         checkpoint_every=5,
         keep_checkpoints=1,
     )

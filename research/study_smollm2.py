@@ -25,7 +25,7 @@ FILE = 'research/study_smollm2.py'
 RESULTS = 'research/results'
 SEARCH, RUNS = 'smollm2_search', 'smollm2'  # grids
 METHODS = {name: {'algorithm.variant': name} for name in ('st_ppo', 'ppo')}
-RATES = (3e-4, 1e-3)
+RATES = (3e-4, 1e-4)
 SEARCH_SEEDS = (100,)
 SEEDS = (0, 1, 2)
 

@@ -47,7 +47,7 @@ class DataSettings(Section):
       'command sets another --config.data.source')
   max_hops: int = setting(
       0, 'the most facts that a question may need; 0: any number. A question that does not say '
-      'its hops is kept', at_least=0)
+      "its hops is kept. An experiment's choice is dropped as that of `datasets`", at_least=0)
 
 
 @dataclasses.dataclass

@@ -668,6 +668,19 @@ class ExperimentFileTest(parameterized.TestCase):
     )
     self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 
+  @parameterized.parameters(
+      ((), 1),
+      (('--config.data.source=mine',), 0),
+      (('--config.data.source=mine', '--config.data.max_hops=2'), 2),
+      (('--config.data.corpus=mine',), 1),
+  )
+  def test_hops_belong_to_their_source(self, arguments, max_hops):
+    source = (
+        'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(data=schema.DataSettings(max_hops=1))\n'
+    )
+    self.assertEqual(self.parse(source, *arguments).data.max_hops, max_hops)
+
   def test_options_of_the_file_are_named_for_another_environment(self):
     text = (
         'from stppo_jax.config import Config\n\n'

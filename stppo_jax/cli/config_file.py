@@ -86,8 +86,9 @@ def apply(config: Config, overrides: Mapping[str, object]) -> None:
   )
   package, _, name = str(overrides.get('env.kind', '')).partition(':')
   has_own_source |= name != '' and package in packages
-  if has_own_source and 'data.datasets' not in overrides:
-    config.data.datasets = ()  # the experiment's choice belongs to its own source
+  for name in ('datasets', 'max_hops'):  # the experiment's choice belongs to its own source
+    if has_own_source and f'data.{name}' not in overrides:
+      setattr(config.data, name, getattr(DataSettings(), name))
   if has_own_source and not any(path.startswith('data.columns') for path in overrides):
     config.data.columns = {}
 

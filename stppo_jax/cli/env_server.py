@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import resource
 
 from absl import logging
 
@@ -12,6 +13,7 @@ from stppo_jax.cli.modes import Command
 from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
+_OTHER_FILES = 256  # that a server has open besides its sessions
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 
@@ -51,6 +53,7 @@ def serve(command: Command) -> None:
         kind,
     )
   description = served.Description.of_factory(kind, factory, dataclasses.asdict(config.env))
+  _allow_open_files(command.flags.sessions)
   limits = env_server.SessionLimits(
       config.serve.max_body_mb << 20,
       grace_s=1.0,
@@ -68,3 +71,17 @@ def serve(command: Command) -> None:
   with server:
     logging.info('%s at %s: --config.env.kind=openenv:%s', kind, server.url, server.url)
     command.stop_signal.wait(math.inf)
+
+
+def _allow_open_files(num_sessions: int) -> None:
+  """Raises this process's limit of open files, of which a session has one. UserError: it cannot."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  needed = num_sessions + _OTHER_FILES
+  if soft == resource.RLIM_INFINITY or soft >= needed:
+    return
+  if hard != resource.RLIM_INFINITY and hard < needed:
+    raise UserError(
+        f'--sessions={num_sessions} needs {needed} open files, and this process may have {hard}: '
+        'give fewer sessions, or raise the limit (ulimit -Hn)'
+    )
+  resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

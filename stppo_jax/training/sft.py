@@ -56,7 +56,7 @@ from stppo_jax.training import supervised
 
 # Settings of a run that change nothing here.
 _WITHOUT_EFFECT = (
-    'data.datasets placement.critic placement.optimizer placement.reference '
+    'data.datasets data.max_hops placement.critic placement.optimizer placement.reference '
     'rollout.temperature train.max_nonfinite'
 )
 _SAMPLE_STEPS = 16  # steps that are packed to choose the number of bins

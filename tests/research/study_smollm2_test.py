@@ -29,13 +29,13 @@ class StudyTest(absltest.TestCase):
     search = self.plan()
     self.assertEqual(
         [(job.method, job.overrides['actor.lr']) for job in search],
-        [('st_ppo', 3e-4), ('ppo', 3e-4), ('st_ppo', 1e-3), ('ppo', 1e-3)],
+        [('st_ppo', 3e-4), ('ppo', 3e-4), ('st_ppo', 1e-4), ('ppo', 1e-4)],
     )
     self.finish(search, [0.5, 0.4, 0.3, 0.6])
     runs = [job for job in self.plan() if job.grid == study_smollm2.RUNS]
     self.assertEqual({job.seeds[0] for job in runs}, {0, 1, 2})
     self.assertEqual(
-        {(job.method, job.overrides['actor.lr']) for job in runs}, {('st_ppo', 3e-4), ('ppo', 1e-3)}
+        {(job.method, job.overrides['actor.lr']) for job in runs}, {('st_ppo', 3e-4), ('ppo', 1e-4)}
     )
 
   def test_method_waits_for_all_its_rates(self):
