@@ -18,6 +18,7 @@ from stppo_jax.types import setting
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 DELTA_TARGETS = ('in_proj_qkv', 'in_proj_z', 'out_proj')  # matrices of gated delta-net layers
 ADDRESS = r'https?://[^\s/]+(/\S*)?'  # the address of a server
+ENGINES = rf'{ADDRESS}|dns://[^\s:/]+:\d{{1,5}}|file:.+'  # one engine, or where they are listed
 
 
 # The formatter is off, so that each setting takes few lines.
@@ -204,7 +205,9 @@ class RolloutSettings(Section):
       allowed=('none', 'old_policy', 'sampling'))
   engine: str = setting(
       '', 'addresses of engines in other processes that sample in place of our own sampler, as in '
-      "'http://HOST:8000', separated by commas. Empty: off. A resumed run may give other addresses",
+      "'http://HOST:8000', separated by commas. 'dns://NAME:8000' are all addresses of a name, and "
+      "'file:PATH' those in a file, as they are before each batch. Empty: off. A resumed run may "
+      'give others',
       resume_allowed=True, needs_trust=True)
   engine_kind: str = setting(
       'vllm', "interface of the engines; 'stppo' is the gateway of --mode=serve",

@@ -40,6 +40,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.net import http_client
+from stppo_jax.rollout import directory
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences
@@ -53,6 +54,7 @@ _UNKNOWN = -1  # version of an engine whose label has to be requested
 _IN_QUESTION = -2  # version while the label is requested, or weights are loaded
 _RETRY_S = 2.0  # wait before an engine that failed is tried again; doubled after each failure
 _LONGEST_RETRY_S = 30.0
+_RESOLVE_S = 5.0  # during a batch, engines are looked for this often
 _POLL_S = 0.2  # between two looks at the signal
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
@@ -404,11 +406,19 @@ class Fleet:
     self._stop_table = stop_table
     self.stop_signal = StopSignal(stop_signal.is_set)  # also set at the end
     self._reported_push_s = 0.0
-    run = secrets.token_hex(4)
-    self.engines = [
-        RemoteEngine(address, api, settings.engine_timeout_s, run, self.stop_signal)
-        for address in settings.engine.split(',')
-    ]
+    self._make = functools.partial(
+        RemoteEngine,
+        api=api,
+        turn_s=settings.engine_timeout_s,
+        run=secrets.token_hex(4),
+        stop_signal=self.stop_signal,
+    )
+    self._known: dict[str, RemoteEngine] = {}  # by address; also those that are gone
+    self.engines: list[RemoteEngine] = []  # those that there are now
+    self._resolution = threading.Lock()
+    self._resolved_at = 0.0  # monotonic time
+    if directory.is_fixed(settings.engine):
+      self.resolve()
 
   def __enter__(self) -> 'Fleet':
     self.folders.remove()  # left by a process that was killed
@@ -416,9 +426,58 @@ class Fleet:
 
   def __exit__(self, *unused_error) -> None:
     self.stop_signal.set()
-    for engine in self.engines:
+    for engine in list(self._known.values()):
       engine.await_push()
     self.folders.remove()
+
+  def resolve(self) -> None:
+    """Finds out which engines there are now, see `directory`. Another thread may do it already.
+
+    An engine that is new gets the weights before its first turn, as one that was restarted does. If
+    a name server or a file does not answer, the engines stay.
+    """
+    if not self._resolution.acquire(blocking=False):
+      return
+    try:
+      addresses = directory.addresses(self.settings.engine)
+      for address in addresses:
+        if address not in self._known:
+          self._known[address] = self._make(address)
+      before = [engine.address for engine in self.engines]
+      self.engines = [self._known[address] for address in addresses]
+      if before and before != addresses:
+        logging.info('engines are now %s', ', '.join(addresses) or 'none: waiting for one')
+    except (OSError, ValueError) as error:
+      logging.log_every_n_seconds(
+          logging.WARNING, 'config.rollout.engine: %s; the engines stay as they are', 60, error
+      )
+    finally:
+      self._resolved_at = time.monotonic()
+      self._resolution.release()
+
+  def engine_at(self, address: str) -> RemoteEngine:
+    """Returns the engine with an address, which may be gone."""
+    return self._known[address]
+
+  def wait_for_engine(self, limit_s: float) -> list[str]:
+    """Returns the addresses of the engines as soon as there is one; [] after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    self.resolve()
+    if not self.engines:
+      logging.info('config.rollout.engine=%s: waiting for an engine', self.settings.engine)
+    while not self.engines and time.monotonic() < deadline:
+      self.stop_signal.raise_if_set()
+      time.sleep(_POLL_S)
+      self.resolve()
+    return [engine.address for engine in self.engines]
+
+  def _in_order(self, index):
+    """Returns the engines, that of sequence `index` first."""
+    if time.monotonic() - self._resolved_at > _RESOLVE_S:
+      self.resolve()
+    engines = self.engines
+    first = index % max(len(engines), 1)
+    return engines[first:] + engines[:first]
 
   def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
     """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
@@ -426,8 +485,7 @@ class Fleet:
     Raises a RunError if none has answered any turn for settings.engine_outage_s.
     """
     outage_s = self.settings.engine_outage_s
-    first = index % len(self.engines)
-    engines = self.engines[first:] + self.engines[:first]
+    engines = functools.partial(self._in_order, index)
     try:
       return self.sample_from(engines, request, weights, outage_s, outage_s)
     except http_client.Temporary as error:
@@ -439,18 +497,19 @@ class Fleet:
 
   def sample_from(
       self,
-      engines: Sequence[RemoteEngine],
+      find: Callable[[], Sequence[RemoteEngine]],
       request: servers.TurnRequest,
       weights: RemoteWeights,
       silent_s: float,
       failing_s: float,
   ) -> types.Turn:
-    """Tries these engines one after the other, and returns the first turn that succeeds.
+    """Tries the engines that `find` returns one after the other, and returns the first turn.
 
-    The turn is sampled with `weights` if settings.engine_push is 'batch', else with the newest
-    weights. Raises Temporary if no engine has answered any turn for `silent_s` seconds (requests
-    time out or are refused) or `failing_s` seconds (engines report failures). Raises a RunError if
-    only this turn takes too long.
+    It looks for them again after each round, because engines may be lost and added. The turn is
+    sampled with `weights` if settings.engine_push is 'batch', else with the newest weights. Raises
+    Temporary if no engine has answered any turn for `silent_s` seconds (requests time out or are
+    refused) or `failing_s` seconds (engines report failures). Raises a RunError if only this turn
+    takes too long.
     """
     settings = self.settings
     is_exact = settings.engine_push == 'batch'
@@ -458,6 +517,8 @@ class Fleet:
     started = time.monotonic()
     num_bad = 0
     while True:
+      engines = find()
+      failure = http_client.Temporary('there is none', is_silent=True)
       for engine in engines:
         self.stop_signal.raise_if_set()
         try:
@@ -474,8 +535,11 @@ class Fleet:
         time.sleep(_POLL_S / len(engines))
       if failure.is_busy:
         continue
+      if not engines:
+        self.stop_signal.raise_if_set()
+        time.sleep(_POLL_S)
       now = time.monotonic()
-      answered_at = max(engine.answered_at for engine in engines)
+      answered_at = max((engine.answered_at for engine in engines), default=started)
       limit_s = silent_s if failure.is_silent else failing_s
       if now - max(started, answered_at) > limit_s:
         raise failure
@@ -488,7 +552,7 @@ class Fleet:
 
   def take_push_s(self) -> float:
     """Returns the seconds of all pushes since the last call."""
-    total_s = sum(engine.push_s for engine in self.engines)
+    total_s = sum(engine.push_s for engine in list(self._known.values()))
     push_s = total_s - self._reported_push_s
     self._reported_push_s = total_s
     return push_s
@@ -527,6 +591,7 @@ def run(
   """
   del keys
   fleet = sampler.fleet
+  fleet.resolve()
   report = sequences.Report()
   contexts = [list(prompt.ids) for prompt in prompts]
   # The last item is played next, so a sequence in progress comes before a new sequence.
@@ -661,9 +726,17 @@ def check_agreement(
     temperature = _PROBE_TEMPERATURE
   length = sampling.round_up(max(map(len, prompts)) + _PROBE_TOKENS, _PROBE_BLOCK)
   gaps = []
-  for engine in sampler.fleet.engines:
+  fleet = sampler.fleet
+  limit_s = _START_S if at_start else _PROBE_S
+  addresses = hosts.by_writer(fleet.wait_for_engine, limit_s)
+  if at_start and not addresses:
+    raise types.UserError(
+        f'config.rollout.engine={fleet.settings.engine!r}: no engine in {limit_s:g} s: start one, '
+        'or correct the name'
+    )
+  for address in addresses:
     probes = hosts.by_writer(
-        _sample_probes, sampler, engine, weights, prompts, temperature, at_start
+        _sample_probes, sampler, address, weights, prompts, temperature, at_start
     )
     if probes is None:
       continue
@@ -679,7 +752,7 @@ def check_agreement(
 
     gap = mean_gap(temperature)
     gaps.append(gap)
-    logging.info('%s: its log-probs differ from ours by %.2g on average', engine.address, gap)
+    logging.info('%s: its log-probs differ from ours by %.2g on average', address, gap)
     if gap <= max_gap:
       continue
     causes = (
@@ -693,15 +766,16 @@ def check_agreement(
       )
     kind = types.UserError if at_start else types.RunError
     raise kind(
-        f'{engine.address}: its log-probs differ from those of the trainer by {gap:.3g} nats per '
+        f'{address}: its log-probs differ from those of the trainer by {gap:.3g} nats per '
         f'token, and config.rollout.engine_gap={max_gap:g} is allowed. Likely causes: {causes}'
     )
   return max(gaps, default=None)
 
 
-def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
+def _sample_probes(sampler, address, weights, prompts, temperature, at_start):
   """Returns (ids of prompt and turn, log-probs of the turn); None if the engine is left out."""
   fleet = sampler.fleet
+  engine = fleet.engine_at(address)
   distribution = sampling.Distribution(temperature)
   silent_s = _START_S if at_start else _PROBE_S
   probes = []
@@ -710,7 +784,7 @@ def _sample_probes(sampler, engine, weights, prompts, temperature, at_start):
     budget = min(_PROBE_TOKENS, room)
     request = servers.TurnRequest(prompt, budget, fleet.stop_strings, distribution)
     try:
-      turn = fleet.sample_from([engine], request, weights, silent_s, _PROBE_S)
+      turn = fleet.sample_from(lambda: [engine], request, weights, silent_s, _PROBE_S)
     except http_client.Temporary as error:
       if not at_start:
         logging.warning('an engine is not checked: %s', error)

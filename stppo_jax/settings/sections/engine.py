@@ -2,8 +2,8 @@
 
 import re
 
-from stppo_jax.config import ADDRESS
 from stppo_jax.config import Config
+from stppo_jax.config import ENGINES
 from stppo_jax.types import UserError
 
 
@@ -11,9 +11,12 @@ def check(config: Config) -> None:
   """Checks settings that do not work with engines in other processes."""
   rollout = config.rollout
   given = f'config.rollout.engine={rollout.engine!r}'
-  for address in rollout.engine.split(','):
-    if not re.fullmatch(ADDRESS, address.strip()):
-      raise UserError(f'{given}: give http://HOST:PORT, several of them separated by commas')
+  for part in rollout.engine.split(','):
+    if not re.fullmatch(ENGINES, part.strip()):
+      raise UserError(
+          f'{given}: give http://HOST:PORT, dns://NAME:PORT for all addresses of a name, or '
+          'file:PATH for a file with an address per line, several of them separated by commas'
+      )
   if rollout.routing_replay == 'sampling':
     raise UserError(
         f'{given}: engines do not report the experts that they chose: set '
