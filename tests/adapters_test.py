@@ -10,6 +10,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.assembly import components
@@ -20,6 +21,27 @@ from stppo_jax.envs.adapters import reasoning_gym as rg_lib
 from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
+
+pytestmark = [
+    pytest.mark.guests(
+        what='GEM',
+        version='gem-llm==0.1.0',
+        date='2026-11-28',
+        touches='envs/adapters/gem.py envs/packages.py',
+    ),
+    pytest.mark.guests(
+        what='TextArena',
+        version='textarena==0.7.4',
+        date='2026-11-28',
+        touches='envs/adapters/textarena.py envs/packages.py',
+    ),
+    pytest.mark.guests(
+        what='Reasoning Gym',
+        version='reasoning-gym==0.1.25',
+        date='2026-11-28',
+        touches='envs/adapters/reasoning_gym.py envs/packages.py',
+    ),
+]
 
 HOSTILE = (
     '', ' ', '\x00', '\\boxed{}', '\\boxed{' + '9' * 5000 + '}', '\\boxed{-1 0 99}', '[0 0]',

@@ -13,6 +13,7 @@ from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
@@ -31,6 +32,10 @@ from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test
 from tests.support import tiny_run
 from tests.support import tiny_tokenizer
+
+pytestmark = pytest.mark.guests(
+    what='ATIF', version='ATIF-v1.7', date='2026-11-26', touches='atif/reader.py atif/writer.py'
+)
 
 try:
   from harbor.utils import trajectory_validator

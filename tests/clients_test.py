@@ -5,6 +5,7 @@ import tempfile
 
 from absl.testing import absltest
 import jax
+import pytest
 
 from stppo_jax import types
 from stppo_jax.serving import sessions
@@ -17,6 +18,12 @@ def needs(module):
   return absltest.skipIf(importlib.util.find_spec(module) is None, f'{module} is not installed')
 
 
+@pytest.mark.guests(
+    what='OpenAI SDK',
+    version='openai==3.57.0',
+    date='2026-11-28',
+    touches='serving/api.py serving/answers.py',
+)
 @needs('openai')
 class OpenAiTest(absltest.TestCase):
 
@@ -106,6 +113,12 @@ class OpenAiTest(absltest.TestCase):
     self.assertIsNotNone(self.create().choices[0].message)
 
 
+@pytest.mark.guests(
+    what='Anthropic SDK',
+    version='anthropic==2.14.0',
+    date='2026-11-28',
+    touches='serving/messages.py',
+)
 @needs('anthropic')
 class AnthropicTest(absltest.TestCase):
 
@@ -225,6 +238,12 @@ class AnthropicTest(absltest.TestCase):
     self.assertEqual({row.counts['segments'] for row in rows}, {2.0})
 
 
+@pytest.mark.guests(
+    what='OpenAI Agents SDK',
+    version='openai-agents==0.24.0',
+    date='2026-11-26',
+    touches='serving/responses.py',
+)
 @needs('agents')
 class OpenAiAgentsTest(absltest.TestCase):
   """The agent framework of OpenAI, with its default, the Responses interface."""
@@ -257,6 +276,12 @@ class OpenAiAgentsTest(absltest.TestCase):
     self.assertLen(row.turns, len(queries) + 1)
 
 
+@pytest.mark.guests(
+    what='pydantic-ai',
+    version='pydantic-ai-slim[openai]==2.68.0',
+    date='2026-11-26',
+    touches='serving/api.py',
+)
 @needs('pydantic_ai')
 class PydanticAiTest(absltest.TestCase):
   """An agent framework: its tool loop, in the model's plain-tag form."""
@@ -284,6 +309,9 @@ class PydanticAiTest(absltest.TestCase):
     self.assertIn('<answer> Paris', answer)
 
 
+@pytest.mark.guests(
+    what='inspect-ai', version='inspect-ai==0.3.285', date='2026-11-26', touches='serving/api.py'
+)
 @needs('inspect_ai')
 class InspectTest(absltest.TestCase):
   """An evaluation harness: a task of two questions."""

@@ -10,12 +10,20 @@ from absl.testing import parameterized
 import numpy as np
 import pyarrow
 from pyarrow import parquet
+import pytest
 import transformers
 
 from stppo_jax import types
 from stppo_jax.data import conversations
 from stppo_jax.text import tokenizer as tokenizer_lib
 from tests.support import tiny_tokenizer
+
+pytestmark = pytest.mark.guests(
+    what='Conversations of OpenAI, ShareGPT, TRL and verifiers',
+    version='columns of the published files',
+    date='2026-11-28',
+    touches='data/conversations.py',
+)
 
 # A template in the style of Qwen: tools, calls, and the blocks that transformers makes its mask of.
 _TEMPLATE = (

@@ -10,6 +10,7 @@ import urllib.error
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 import requests
 
 from stppo_jax import types
@@ -70,6 +71,12 @@ class Judge:
     return np.float32(answer in task.answers)
 
 
+@pytest.mark.guests(
+    what='Rewards of verl, TRL and other trainers',
+    version='signatures of their reward functions',
+    date='2026-11-26',
+    touches='envs/custom_rewards.py',
+)
 class ShapesTest(parameterized.TestCase):
 
   @parameterized.parameters(

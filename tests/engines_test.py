@@ -53,6 +53,13 @@ from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.training import loop
 from tests.support import tiny_run
 
+pytestmark = pytest.mark.guests(
+    what='Routes of vLLM and SGLang',
+    version='vLLM 0.32.0 and SGLang, with stand-ins',
+    date='2026-11-24',
+    touches='rollout/engines.py rollout/remote.py rollout/servers.py',
+)
+
 ROOT = pathlib.Path(__file__).parent.parent
 TWO_PROCESSES = """
 from tests.support import tiny_run

@@ -27,6 +27,13 @@ from tests.support import tiny_run
 PYTHON = os.environ.get('STPPO_VLLM_PYTHON', '')
 
 pytestmark = [
+    pytest.mark.guests(
+        what='vLLM as sampling engine',
+        version='vllm==0.32.0',
+        date='2026-11-24',
+        touches='rollout/engines.py rollout/remote.py rollout/servers.py',
+        environment='vllm',
+    ),
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason='STPPO_VLLM_PYTHON names no Python with vLLM'),
 ]

@@ -108,6 +108,13 @@ TOOL = {
 }
 
 pytestmark = [
+    pytest.mark.guests(
+        what='vLLM reads exported folders',
+        version='vllm==0.32.0',
+        date='2026-11-26',
+        touches='models/hf_export.py',
+        environment='vllm',
+    ),
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason='STPPO_VLLM_PYTHON names no Python with vLLM'),
 ]

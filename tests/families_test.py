@@ -31,6 +31,13 @@ from stppo_jax.training import loop
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
+pytestmark = pytest.mark.guests(
+    what='Model families of transformers',
+    version='transformers==5.24.0',
+    date='2026-11-26',
+    touches='models/families models/hf_config.py models/hf_weights.py models/hf_export.py',
+)
+
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 SIZES = {
     'vocab_size': 60,

@@ -32,6 +32,58 @@ from tests.support import client_envs
 from tests.support import scripted_gateway
 from tests.support import tiny_run
 
+pytestmark = [
+    pytest.mark.guests(
+        what='OpenAI Agents SDK, LangChain, pydantic-ai and Anthropic SDK as agent programs',
+        version='openai-agents==0.24.0 langchain-openai==1.7.4 langgraph==1.2.24 '
+        'pydantic-ai-slim[openai,anthropic]==2.68.0 anthropic==2.14.0',
+        date='2026-11-26',
+        touches='serving/api.py serving/messages.py serving/responses.py text/turns.py',
+        environment='agents',
+    ),
+    pytest.mark.guests(
+        what='smolagents and litellm',
+        version='smolagents[openai,litellm]==1.26.0 litellm==1.110.2',
+        date='2026-11-26',
+        touches='serving/api.py text/turns.py',
+        environment='smol',
+    ),
+    pytest.mark.guests(
+        what='AutoGen',
+        version='autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5',
+        date='2026-11-26',
+        touches='serving/api.py text/turns.py',
+        environment='autogen',
+    ),
+    pytest.mark.guests(
+        what='inspect-ai as an agent program',
+        version='inspect-ai==0.3.285 openai==unrecorded',
+        date='2026-11-26',
+        touches='serving/api.py text/turns.py',
+        environment='inspect',
+    ),
+    pytest.mark.guests(
+        what='lm-eval',
+        version='lm-eval[api]==unrecorded transformers==unrecorded',
+        date='2026-11-26',
+        touches='serving/prompt_scores.py',
+        environment='lm_eval',
+    ),
+    pytest.mark.guests(
+        what='Harbor',
+        version='harbor==0.25',
+        date='2026-11-26',
+        touches='serving/api.py atif/reader.py',
+        environment='harbor',
+    ),
+    pytest.mark.guests(
+        what='Claude Code',
+        version='Claude Code 2.1.197 (npm)',
+        date='2026-11-26',
+        touches='serving/messages.py',
+    ),
+]
+
 TASK = {'id': 't', 'question': 'What is the capital of France?', 'answers': ['Paris']}
 TOOL_LOOP = (
     client_envs.thought('I look it up.') + client_envs.call('search', query='capital of  "France"'),

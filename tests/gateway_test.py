@@ -54,6 +54,13 @@ from stppo_jax.text import tool_calls
 from tests.support import tiny_tokenizer
 from tests.support.processes import wait_for
 
+pytestmark = pytest.mark.guests(
+    what='Chat completions and messages of OpenAI and Anthropic',
+    version='documentation of the interfaces',
+    date='2026-11-28',
+    touches='serving/api.py serving/messages.py serving/answers.py',
+)
+
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
 ASKED = {'model': 'tiny', 'messages': [{'role': 'user', 'content': QUESTION}], 'max_tokens': 40}

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 import jax
 import jsonschema
 import numpy as np
+import pytest
 
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import grammars
@@ -18,6 +19,13 @@ from stppo_jax.serving import sessions
 from stppo_jax.text import tokenizer as chat
 from stppo_jax.text import tool_calls
 from tests import gateway_test
+
+pytestmark = pytest.mark.guests(
+    what='llguidance',
+    version='llguidance==1.9.1',
+    date='2026-11-28',
+    touches='serving/grammars.py serving/text_schemas.py',
+)
 
 QUESTION = gateway_test.QUESTION
 CITY = {

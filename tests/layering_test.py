@@ -1,4 +1,4 @@
-"""Imports run one way; read from the source alone."""
+"""Imports run one way, also those of names in strings; read from the source alone."""
 
 import ast
 import collections
@@ -99,6 +99,64 @@ READ_THE_CONFIG = {
     'cli/atif.py',
     'cli/saved_config.py',
 }
+
+# Modules and rooms that know software of other people. docs/dev/guests.md has a line for each.
+GUESTS = (
+    'atif',
+    'data.conversations',
+    'data.layout_fit',
+    'data.layout_profile',
+    'data.layout_values',
+    'data.layouts',
+    'data.public_formats',
+    'envs.adapters',
+    'envs.custom_rewards',
+    'models.families.experts',
+    'models.families.gemma',
+    'models.families.llama',
+    'models.families.olmo',
+    'models.families.qwen',
+    'models.families.qwen35',
+    'models.families.smollm',
+    'models.families.windowed',
+    'monitoring.tracker',
+    'rollout.engines',
+    'rollout.remote',
+    'rollout.servers',
+    'serving.api',
+    'serving.env_server',
+    'serving.grammars',
+    'serving.messages',
+    'serving.prompt_scores',
+    'serving.responses',
+    'serving.text_schemas',
+)
+# All other modules that may name a guest, by an import or in a string, and the guest.
+DOORS = {
+    'assembly.agents': 'rollout.engines',
+    'assembly.components': 'envs.adapters envs.custom_rewards',
+    'cli.atif': 'atif',
+    'cli.check_data': 'data.conversations',
+    'cli.env_server': 'serving.env_server',
+    'data.tasks': 'data.public_formats',
+    'models.families': (
+        'models.families.experts models.families.gemma models.families.llama models.families.olmo '
+        'models.families.qwen models.families.qwen35 models.families.smollm'
+    ),
+    'models.hf_weights': 'models.families.experts',
+    'monitoring.metrics': 'monitoring.tracker',
+    'serving.answers': 'serving.prompt_scores',
+    'serving.gateway': 'serving.grammars',
+    'serving.scheduler': 'serving.grammars serving.prompt_scores',
+    'serving.server': 'serving.api serving.messages serving.responses',
+    'serving.service': 'serving.api serving.grammars serving.prompt_scores',
+    'training.run': 'rollout.engines',
+    'training.sft': 'data.conversations',
+}
+
+# Tables of names, whose strings name modules that import them. These are the circles that are left:
+# the columns of a Variant with 22 modules, and the modes with 12.
+UPWARD_TABLES = {'algorithms.variant', 'cli.modes'}
 
 # A run imports these modules and packages if its config names them.
 OPTIONAL = (
@@ -203,7 +261,7 @@ class LayeringTest(absltest.TestCase):
         allowed.discard('config')
       if room == 'training':
         allowed.discard('serving')
-      for module in imports(path):
+      for module in [*imports(path), *named_below(path)]:
         top, _, rest = module.partition('.')
         self.assertNotIn(
             top,
@@ -218,15 +276,39 @@ class LayeringTest(absltest.TestCase):
           )
 
   def test_no_imports_run_in_circles(self):
-    """Imports inside functions and behind TYPE_CHECKING count, too."""
-    paths = {module_name(path): path for path in PACKAGE.rglob('*.py')}
-    graph = {}
-    for name, path in paths.items():
-      found = set()
-      for module in imports(path):
-        found |= {module, module.rpartition('.')[0]} if module not in paths else {module}
-      graph[name] = found & paths.keys()
+    """Imports inside functions, behind TYPE_CHECKING and by a name in a string count, too."""
+    paths = list(PACKAGE.rglob('*.py'))
+    graph = {module_name(path): imported(path) | named_below(path) for path in paths}
     graphlib.TopologicalSorter(graph).prepare()
+    for path in paths:
+      table = module_name(path).removeprefix('stppo_jax.')
+      if table in UPWARD_TABLES:  # else it belongs there no longer
+        with self.assertRaises(graphlib.CycleError, msg=table):
+          whole = graph | {module_name(path): imported(path) | named_in_strings(path)}
+          graphlib.TopologicalSorter(whole).prepare()
+
+  def test_only_doors_name_a_guest(self):
+    doors = collections.defaultdict(set)
+    for path in PACKAGE.rglob('*.py'):
+      name = module_name(path)
+      if not guests_with(name):
+        for module in imported(path) | named_in_strings(path):
+          doors[name.removeprefix('stppo_jax.')] |= guests_with(module)
+    named = {name: guests for name, guests in doors.items() if guests}
+    self.assertEqual(named, {name: set(guests.split()) for name, guests in DOORS.items()})
+
+  def test_names_in_strings_are_followed(self):
+    for text, modules in (
+        ("'stppo_jax.rollout.engines:with_engines'", {'stppo_jax.rollout.engines'}),
+        ("'stppo_jax.atif.reader'", {'stppo_jax.atif.reader'}),
+        ("'stppo_jax.atif'", {'stppo_jax.atif'}),
+        ("f'stppo_jax.models.families.{name}'; x = 'gemma'", {'stppo_jax.models.families.gemma'}),
+        ("'stppo_jax.models.families.' + {'a': 'gemma:F'}", {'stppo_jax.models.families.gemma'}),
+        ("'gemma'", set()),
+        ("'see stppo_jax.atif.reader'", set()),
+        ("'stppo_jax.no_such_module'", set()),
+    ):
+      self.assertEqual(modules_in_strings(ast.parse(text)), modules, text)
 
   def test_default_run_imports_no_optional_part(self):
     """The run is checked, and its tasks and models are loaded."""
@@ -350,6 +432,48 @@ def imports(path):
       assert node.level == 0, f'{path}: a relative import'
       names += [f'{node.module}.{alias.name}' for alias in node.names]
   return names
+
+
+@functools.cache
+def module_names():
+  return {module_name(path) for path in PACKAGE.rglob('*.py')}
+
+
+def imported(path):
+  """Names of the modules of this package that a file imports."""
+  found = set()
+  for module in imports(path):
+    found |= {module, module.rpartition('.')[0]} if module not in module_names() else {module}
+  return found & module_names()
+
+
+def named_below(path):
+  """Modules in the strings of a file, apart from those of a table that names modules above it."""
+  is_table = module_name(path).removeprefix('stppo_jax.') in UPWARD_TABLES
+  return set() if is_table else named_in_strings(path)
+
+
+@functools.cache
+def named_in_strings(path):
+  return modules_in_strings(parse(path))
+
+
+def modules_in_strings(tree):
+  """Modules in strings: 'package.module', 'package.module:attribute', and after 'package.'."""
+  texts = {
+      node.value
+      for node in ast.walk(tree)
+      if isinstance(node, ast.Constant) and isinstance(node.value, str)
+  }
+  names = {text.partition(':')[0] for text in texts}
+  prefixes = {text for text in texts if text.endswith('.') and text[:-1] in module_names()}
+  names |= {prefix + name for prefix in prefixes for name in names}
+  return {name for name in names & module_names() if '.' in name}
+
+
+def guests_with(module):
+  """The entry of GUESTS that is this module of the package, or its room."""
+  return {guest for guest in GUESTS if f'{module}.'.startswith(f'stppo_jax.{guest}.')}
 
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import pyarrow
 from pyarrow import parquet
+import pytest
 
 from stppo_jax import config as config_lib
 from stppo_jax import types
@@ -18,6 +19,13 @@ from stppo_jax.data import layouts
 from stppo_jax.data import row_files
 from stppo_jax.data import tasks
 from stppo_jax.settings import validation
+
+pytestmark = pytest.mark.guests(
+    what='Unknown question sets',
+    version='columns of the published files',
+    date='2026-11-28',
+    touches='data/layout_fit.py data/layout_profile.py data/layout_values.py',
+)
 
 _NUM_FILES = 2000
 _WORDS = 'Ada Lisp Fortran Paris Lima Oslo iron neon zinc blue 1 2 3 4 12 A B C D O AB'.split()

@@ -19,6 +19,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax import types
@@ -27,6 +28,13 @@ from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import timing
 from stppo_jax.monitoring import tracker
 from stppo_jax.training import summary
+
+of_trackers = pytest.mark.guests(
+    what='Weights & Biases and trackio',
+    version='stand-ins',
+    date='2026-11-28',
+    touches='monitoring/tracker.py',
+)
 
 TRACKIO = {'project': 'p', 'tracker': 'trackio', 'run_name': 'r'}
 
@@ -213,6 +221,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertIn('TensorBoard takes no more metrics ([Errno 28]', told[0])
     self.assertLen(_strict_lines(self.workdir), 30)
 
+  @of_trackers
   def test_wandb_goes_on_under_the_same_id(self):
     init = self._tracker('wandb')
     for resume_step in (-1, 3, 5, -1):
@@ -257,6 +266,7 @@ class MetricsWriterTest(parameterized.TestCase):
     steps = [call.kwargs['step'] for call in log.call_args_list]
     self.assertEqual(steps, [1, 2] if is_new else [])
 
+  @of_trackers
   def test_a_tracker_has_each_step_once(self):
     init = self._tracker('trackio')
     log = init.return_value.log
@@ -278,6 +288,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 2)
 
+  @of_trackers
   def test_wandb_gets_the_numbers_and_may_fail(self):
     init = self._tracker('wandb')
     run = init.return_value
@@ -292,6 +303,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 3)
 
+  @of_trackers
   def test_wandb_has_a_time_limit(self):
     self.enterContext(mock.patch.object(tracker, 'FINISH_S', 0.1))
     waits = threading.Event()
@@ -305,6 +317,7 @@ class MetricsWriterTest(parameterized.TestCase):
       self.assertIn('wandb did not end cleanly', logs.output[0])
       self.assertIn(message, logs.output[0])
 
+  @of_trackers
   def test_a_missing_wandb_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'wandb': None}):
       with self.assertLogs(level='WARNING') as logs:

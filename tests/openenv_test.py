@@ -5,6 +5,7 @@ import pathlib
 import random
 
 from absl.testing import absltest
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.assembly import components
@@ -12,6 +13,13 @@ from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import env_server
+
+pytestmark = pytest.mark.guests(
+    what='OpenEnv servers',
+    version='openenv-core==0.10 websockets==unrecorded',
+    date='2026-11-28',
+    touches='envs/adapters/openenv.py envs/adapters/openenv_servers.py',
+)
 
 SERVER = pathlib.Path(__file__).parent / 'support' / 'openenv_server.py'
 SESSIONS = 3

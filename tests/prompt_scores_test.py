@@ -4,9 +4,17 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax.serving import sessions
 from tests import gateway_test
+
+pytestmark = pytest.mark.guests(
+    what='Log-probs of prompts as evaluation harnesses ask for them',
+    version='documentation of the interface',
+    date='2026-11-26',
+    touches='serving/prompt_scores.py',
+)
 
 QUESTION = gateway_test.QUESTION
 PATH = '/v1/completions'

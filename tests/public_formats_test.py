@@ -14,11 +14,19 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import pyarrow
 from pyarrow import parquet
+import pytest
 
 from stppo_jax import types
 from stppo_jax.data import public_formats
 from stppo_jax.data import row_files
 from stppo_jax.data import tasks
+
+pytestmark = pytest.mark.guests(
+    what='Published question sets',
+    version='columns of the published files',
+    date='2026-11-28',
+    touches='data/layouts.py data/public_formats.py data/layout_values.py',
+)
 
 _HOTPOT = {
     '_id': '5a7a',

@@ -8,6 +8,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import pydantic
+import pytest
 import requests
 
 from stppo_jax import types
@@ -16,6 +17,13 @@ from stppo_jax.serving import responses
 from stppo_jax.serving import sessions
 from stppo_jax.text import tool_calls
 from tests import gateway_test
+
+pytestmark = pytest.mark.guests(
+    what='Responses interface of OpenAI',
+    version='documentation of the interface',
+    date='2026-11-26',
+    touches='serving/responses.py',
+)
 
 QUESTION = gateway_test.QUESTION
 SEARCH = {'type': 'function', 'strict': True, **gateway_test.SEARCH['function']}

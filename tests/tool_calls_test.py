@@ -7,10 +7,18 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies as st
+import pytest
 
 from stppo_jax.text import tool_calls
 from stppo_jax.text.tool_calls import Call
 from tests.support import tiny_tokenizer
+
+pytestmark = pytest.mark.guests(
+    what='Calls as model families write them',
+    version='chat templates, as published',
+    date='2026-11-26',
+    touches='text/tool_calls.py',
+)
 
 
 def schema(name, **parameters):

@@ -517,6 +517,9 @@ class McpSessionTest(absltest.TestCase):
     self.assertEqual(guard.Guard(0.3).call('a tool', hold), 'held')
 
 
+@pytest.mark.guests(
+    what='MCP', version='mcp==2.3.0', date='2026-11-28', touches='envs/tool_runners.py'
+)
 class McpTest(absltest.TestCase):
 
   def setUp(self):

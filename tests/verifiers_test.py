@@ -15,6 +15,14 @@ from stppo_jax.envs import commands
 from tests import rollouts_test
 from tests.support import client_envs
 
+pytestmark = pytest.mark.guests(
+    what='verifiers',
+    version='verifiers==0.4',
+    date='2026-11-26',
+    touches='envs/adapters/verifiers.py envs/adapters/verifiers_worker.py',
+    environment='verifiers',
+)
+
 EXAMPLE = os.path.join(os.path.dirname(__file__), '..', 'examples', 'verifiers_search')
 
 
