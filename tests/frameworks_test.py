@@ -64,7 +64,7 @@ pytestmark = [
     ),
     pytest.mark.guests(
         what='lm-eval',
-        version='lm-eval[api]==unrecorded transformers==unrecorded',
+        version='lm-eval[api]==0.4.13 transformers==unrecorded',
         date='2026-11-26',
         touches='serving/prompt_scores.py',
         environment='lm_eval',

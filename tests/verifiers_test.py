@@ -17,7 +17,7 @@ from tests.support import client_envs
 
 pytestmark = pytest.mark.guests(
     what='verifiers',
-    version='verifiers==0.4',
+    version='verifiers==0.4.0',
     date='2026-11-26',
     touches='envs/adapters/verifiers.py envs/adapters/verifiers_worker.py',
     environment='verifiers',
