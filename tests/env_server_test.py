@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import unittest
@@ -32,9 +34,9 @@ from stppo_jax.types import UserError
 
 pytestmark = pytest.mark.guests(
     what='OpenEnv clients',
-    version='openenv-core==0.10 websockets==unrecorded',
+    version='openenv==0.10.0 websockets==17.4',
     date='2026-11-28',
-    touches='serving/env_server.py envs/served.py',
+    touches='serving/env_server.py envs/served.py net/http_server.py',
 )
 
 HAS_WEBSOCKETS = importlib.util.find_spec('websockets') is not None
@@ -563,6 +565,20 @@ class ServedEnvTest(ServerTestCase):
     self.doCleanups()
     with self.assertRaisesRegex(UserError, 'starts no episode .*Connect.*start the server'):
       resolve(lost.url, timeout_s=0.5)(Task('t'), 0).reset(seed=0)
+
+  def test_open_session_does_not_keep_its_process(self):
+    server = self.start()
+    code = (
+        'from tests import env_server_test as test\n'
+        f'env = test.resolve({server.url!r})(test.Task("t", "q"), 0)\n'
+        'print(env.reset(0)[0])\n'
+    )
+    output = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, check=True, timeout=120
+    )
+    self.assertStartsWith(output.stdout, 'q')
+    self.assertEmpty(output.stderr)
+    wait_for(lambda: server.app.num_sessions == 0)
 
   def test_full_servers_are_one_line(self):
     factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)])

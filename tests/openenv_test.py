@@ -16,7 +16,7 @@ from tests.support import env_server
 
 pytestmark = pytest.mark.guests(
     what='OpenEnv servers',
-    version='openenv-core==0.10 websockets==unrecorded',
+    version='openenv==0.10.0 websockets==17.4',
     date='2026-11-28',
     touches='envs/adapters/openenv.py envs/adapters/openenv_servers.py',
 )

@@ -18,6 +18,7 @@ import functools
 import json
 from typing import Any
 import urllib.parse
+import weakref
 
 from absl import logging
 
@@ -86,7 +87,12 @@ class SessionEnv(packages.PackageEnv):
   def _start(self, data: Mapping[str, Any]) -> dict[str, Any]:
     """Opens a session and resets it. Raises errors as `ServerAddresses.start` does."""
     self._close()
-    self._session, first = self.construct(data, self.timeout_s)
+    session, first = self.construct(data, self.timeout_s)
+    self._session = session
+    # A limit may have ended the episode. When the process ends, the operating system closes the
+    # socket, because its thread no longer runs and `close` would wait for it.
+    finalizer = weakref.finalize(self, session.close)
+    finalizer.atexit = False
     return first
 
   def _request(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +120,6 @@ class SessionEnv(packages.PackageEnv):
     session, self._session = self._session, None
     if session is not None:
       session.close()
-
-  def __del__(self):
-    self._close()  # a limit may have ended the episode
 
 
 @dataclasses.dataclass(eq=False)
