@@ -1,13 +1,15 @@
 """Kills trainer and engines at random with kill -9: no question may be lost or played twice.
 
   python -m benchmarks.engine_kills --kills=20 --staleness=2
+  python -m benchmarks.engine_kills --kills=20 --moving
   python -m benchmarks.engine_kills --kills=20 --python=VENV/bin/python    # vLLM as the engines
 
 A run on 24 questions, 8 per update, is sampled by engines and evaluated after every second update.
 At random moments the trainer, an engine, or the trainer and an engine are killed and started again.
 A moment may lie before the first update, in a resume or in the start check. A trainer that ends by
-itself is started again, as the cluster recipes do, and counted. Prints a row per kill, and at the
-end a JSON line:
+itself is started again, as the cluster recipes do, and counted. With --moving the trainer reads the
+addresses in a file: a killed engine is struck off and comes back at another port. Prints a row per
+kill, and at the end a JSON line:
 
   lost      questions that no update of a complete epoch has played, summed over the epochs
   doubled   records beyond the first of a question in an epoch, the last epoch included
@@ -40,6 +42,7 @@ _KILLS = flags.DEFINE_integer('kills', 20, 'how often')
 _ENGINES = flags.DEFINE_integer('engines', 2, 'how many')
 _STALENESS = flags.DEFINE_integer('staleness', 2, 'config.pipeline.staleness')
 _SEED = flags.DEFINE_integer('kill_seed', 0, 'of the moments')
+_MOVING = flags.DEFINE_bool('moving', False, 'engines come back at other addresses')
 _PYTHON = flags.DEFINE_string('python', '', 'Python with vLLM; empty: our gateway is the engine')
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 QUESTIONS = 24
@@ -84,6 +87,7 @@ def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
   try:
     for engine, port in zip(engines, ports):
       servers.wait_until_healthy(engine, port)
+    _list(folder, ports)
     trainer = _start_trainer(folder, ports, updates=10_000)
     for kill in range(1, _KILLS.value + 1):
       deadline = time.monotonic() + rng.uniform(0, 15)
@@ -110,8 +114,12 @@ def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
         _kill(trainer)
       if 'engine' in target:
         _kill(engines[number])
+        if _MOVING.value:
+          _list(folder, ports[:number] + ports[number + 1 :])
+          ports[number] = servers.free_port()
         time.sleep(rng.uniform(0, 3))
         engines[number] = _start_engine(folder, ports[number])
+        _list(folder, ports)
       if 'trainer' in target:
         trainer = _start_trainer(folder, ports, updates=10_000)
     _kill(trainer)
@@ -127,7 +135,8 @@ def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
     if trainer is not None:
       _kill(trainer)
   counts = count(workdir, updates, questions)
-  return {'benchmark': 'engine_kills', 'kills': _KILLS.value, 'ends': num_ends} | counts
+  setting = {'benchmark': 'engine_kills', 'kills': _KILLS.value, 'moving': _MOVING.value}
+  return setting | {'ends': num_ends} | counts
 
 
 def count(workdir: str, updates: int, questions: Collection[str]) -> dict[str, int]:
@@ -177,6 +186,18 @@ def _write_questions(folder):
   return ids
 
 
+def _addresses(ports):
+  return [f'http://127.0.0.1:{port}' for port in ports]
+
+
+def _list(folder, ports):
+  """Writes the addresses for a trainer that looks them up."""
+  path = os.path.join(folder, 'engines')
+  with open(f'{path}.partial', 'w', encoding='utf-8') as file:
+    file.writelines(f'{address}\n' for address in _addresses(ports))
+  os.replace(f'{path}.partial', path)
+
+
 def _start_engine(folder, port):
   log = os.path.join(folder, 'engine.log')
   if _PYTHON.value:
@@ -187,7 +208,7 @@ def _start_engine(folder, port):
 def _start_trainer(folder, ports, updates):
   values = {
       'kind': 'vllm' if _PYTHON.value else 'stppo',
-      'addresses': ','.join(f'http://127.0.0.1:{port}' for port in ports),
+      'addresses': f'file:{folder}/engines' if _MOVING.value else ','.join(_addresses(ports)),
       'folder': folder,
       'staleness': _STALENESS.value,
   }
