@@ -92,7 +92,13 @@ class RetrieverSettings(Section):
       "'http' queries a server, 'none' loads no corpus; or a function (settings, load_corpus) -> "
       'search(queries, top_k)', allowed=('bm25', 'http', 'dense', 'hybrid', 'none'), plugin=True)
   encoder: str = setting(
-      '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
+      '', "folder of an encoder that sentence-transformers reads, such as e5-base-v2, for 'dense' "
+      "and 'hybrid'")
+  query_prompt: str | None = setting(
+      None, "text before each query that the encoder reads, such as 'query: ' for E5; None: that "
+      "of the encoder's folder")
+  passage_prompt: str | None = setting(
+      None, "text before each passage, such as 'passage: ' for E5; None: that of the folder")
   embeddings: str = setting(
       '', "folder that stores the passages' vectors; empty: they are computed at each start",
       written=True)

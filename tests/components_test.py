@@ -263,7 +263,7 @@ class ResolveTest(parameterized.TestCase):
     self.assertEqual((top_k, query), (7, 'who?'))
     self.assertGreater(passages, 100)
 
-  @absltest.skipUnless(dense_test.HAS_TORCH, 'torch is not installed')
+  @absltest.skipUnless(dense_test.HAS_LIBRARY, 'sentence-transformers is not installed')
   @parameterized.parameters(('dense', dense.DenseRetriever), ('hybrid', dense.HybridRetriever))
   def test_dense_and_hybrid_retrievers(self, kind, expected):
     folder = self.enterContext(tempfile.TemporaryDirectory())

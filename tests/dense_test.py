@@ -1,9 +1,10 @@
-"""The text encoder against loops in NumPy; exact search; rank fusion."""
+"""The text encoder against loops in NumPy, with what its folder says; exact search; rank fusion."""
 
 import importlib.util
 import json
 import math
 import os
+import pathlib
 import tempfile
 from unittest import mock
 
@@ -18,7 +19,7 @@ from stppo_jax.retrieval import dense
 from stppo_jax.retrieval import encoder as encoders
 from stppo_jax.retrieval import protocol
 
-HAS_TORCH = importlib.util.find_spec('torch') is not None
+HAS_LIBRARY = importlib.util.find_spec('sentence_transformers') is not None
 WORDS = 'query passage capital of france paris the is lima peru element carbon : " . ,'.split()
 SIZES = dict(
     vocab_size=5 + len(WORDS),
@@ -42,9 +43,35 @@ PASSAGES = [
 ]
 
 
+PROMPTS = {'query': 'query: ', 'passage': 'passage: '}  # of E5
+
+
+def write_json(folder, name, value):
+  path = os.path.join(folder, name)
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  with open(path, 'w', encoding='utf-8') as file:
+    json.dump(value, file)
+
+
+def write_modules(folder, pooling, *others, prompts=None, similarity='cosine'):
+  """Writes what sentence-transformers reads besides the model: pooling and prompts."""
+  kinds = ['Transformer', 'Pooling', *others]
+  paths = ['', '1_Pooling', *(f'{n}_{kind}' for n, kind in enumerate(others, start=2))]
+  modules = [
+      {'idx': n, 'name': str(n), 'path': path, 'type': f'sentence_transformers.models.{kind}'}
+      for n, (kind, path) in enumerate(zip(kinds, paths))
+  ]
+  write_json(folder, 'modules.json', modules)
+  modes = {f'pooling_mode_{name}': name == pooling for name in ('cls_token', 'mean_tokens')}
+  write_json(folder, '1_Pooling/config.json', {'word_embedding_dimension': 16} | modes)
+  settings = {'prompts': prompts or {}, 'similarity_fn_name': similarity}
+  write_json(folder, 'config_sentence_transformers.json', settings)
+
+
 def write_encoder(folder, seed=0):
-  """A random BERT of two layers with a word-piece tokenizer."""
+  """A random BERT of two layers with a word-piece tokenizer and the prompts of E5."""
   os.makedirs(folder, exist_ok=True)
+  write_json(folder, 'config_sentence_transformers.json', {'prompts': PROMPTS})
   vocab = {word: i for i, word in enumerate(['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS])}
   library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token='[UNK]'))
   library.normalizer = tokenizers.normalizers.BertNormalizer()
@@ -85,7 +112,7 @@ def write_encoder(folder, seed=0):
   return folder
 
 
-def reference(tensors, ids):
+def reference(tensors, ids, pool=lambda x: x.mean(0)):
   """One text in float64, token by token and head by head; no padding."""
   tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
   dense_ = lambda x, name: x @ tensors[name + '.weight'].T + tensors[name + '.bias']
@@ -116,39 +143,71 @@ def reference(tensors, ids):
     up = dense_(x, layer + 'intermediate.dense')
     gelu = up * 0.5 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
     x = norm(x + dense_(gelu, layer + 'output.dense'), layer + 'output.LayerNorm')
-  mean = x.mean(0)
-  return mean / np.linalg.norm(mean)
+  vector = pool(x)
+  return vector / np.linalg.norm(vector)
 
 
-@absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+@absltest.skipUnless(HAS_LIBRARY, 'sentence-transformers is not installed')
 class EncoderTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
     self.folder = write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
-    self.texts = [
-        'query: capital of france',
-        'passage: "paris" is the capital',
-        '',
-        'lima',
-        'the ' * 25,
-    ]
+    self.texts = ['capital of france', '"paris" is the capital', '', 'lima', 'the ' * 25]
 
   def test_equals_loops_in_float64(self):
     self.enterContext(mock.patch.object(encoders, 'ROWS', 2))
+    self.check(encoders.Encoder(self.folder, 'cpu', '', '').encode_queries(self.texts), '')
     encoder = encoders.Encoder(self.folder)
+    self.check(encoder.encode_queries(self.texts), 'query: ')
+    self.check(encoder.encode_passages(self.texts), 'passage: ')
+
+  def check(self, vectors, prompt, pool=lambda x: x.mean(0), unit=True):
     tensors = safetensors.load_file(os.path.join(self.folder, 'model.safetensors'))
     library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
-    vectors = encoder.encode(self.texts)
     for text, vector in zip(self.texts, vectors, strict=True):
-      np.testing.assert_allclose(vector, reference(tensors, library.encode(text).ids), atol=2e-6)
+      ids = library.encode(prompt + text).ids
+      found = vector if unit else vector / np.linalg.norm(vector)
+      np.testing.assert_allclose(found, reference(tensors, ids, pool), atol=2e-6)
+
+  def test_folder_says_pooling_and_prompts(self):
+    """As those of BGE and Arctic: the first token, and a prompt for queries alone."""
+    write_modules(self.folder, 'cls_token', 'Normalize', prompts={'query': 'capital of '})
+    encoder = encoders.Encoder(self.folder)
+    self.check(encoder.encode_queries(self.texts), 'capital of ', lambda x: x[0])
+    self.check(encoder.encode_passages(self.texts), '', lambda x: x[0])
+
+  def test_inner_product_keeps_lengths(self):
+    write_modules(self.folder, 'cls_token', prompts={'document': ''}, similarity='dot')
+    vectors = encoders.Encoder(self.folder).encode_passages(self.texts)
+    self.check(vectors, '', lambda x: x[0], unit=False)
+    self.assertGreater(np.ptp(np.linalg.norm(vectors, axis=1)), 0.01)
+
+  def test_prompts_must_be_said(self):
+    write_modules(self.folder, 'mean_tokens')
+    with self.assertRaisesRegex(types.UserError, "'query: ' and 'passage: ' for E5, or ''"):
+      encoders.Encoder(self.folder)
+    encoder = encoders.Encoder(self.folder, 'cpu', 'query: ', 'passage: ')
+    self.check(encoder.encode_queries(self.texts), 'query: ')
+
+  @parameterized.parameters(
+      ('modules.json', 'sentence_transformers.models.Pooling', 'json.JSONDecoder', 'only those of'),
+      ('config_sentence_transformers.json', 'cosine', 'manhattan', "'cosine' or 'dot'"),
+      ('modules.json', '[', '{[', 'cannot be read'),
+  )
+  def test_folders_that_are_refused(self, name, before, after, message):
+    write_modules(self.folder, 'mean_tokens', prompts=PROMPTS)
+    path = pathlib.Path(self.folder, name)
+    path.write_text(path.read_text(encoding='utf-8').replace(before, after), encoding='utf-8')
+    with self.assertRaisesRegex(types.UserError, message):
+      encoders.Encoder(self.folder)
 
   def test_long_and_odd_texts(self):
     encoder = encoders.Encoder(self.folder)  # 40 positions
-    vectors = encoder.encode(['the ' * 500, 'the ' * 600, 'a \ud800 b'])
+    vectors = encoder.encode_queries(['the ' * 500, 'the ' * 600, 'a \ud800 b'])
     np.testing.assert_array_equal(vectors[0], vectors[1])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    self.assertEqual(encoder.encode([]).shape, (0, 16))
+    self.assertEqual(encoder.encode_queries([]).shape, (0, 16))
 
   @parameterized.parameters(
       ('config.json', lambda t: '{', 'cannot be read'),
@@ -178,7 +237,7 @@ class EncoderTest(parameterized.TestCase):
       encoders.Encoder(self.folder)
 
 
-@absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+@absltest.skipUnless(HAS_LIBRARY, 'sentence-transformers is not installed')
 class DenseTest(parameterized.TestCase):
 
   def setUp(self):
@@ -187,13 +246,13 @@ class DenseTest(parameterized.TestCase):
     self.cache = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_ranks_by_inner_product(self):
-    retriever = dense.DenseRetriever(PASSAGES, self.folder)
+    encoder = encoders.Encoder(self.folder)
+    retriever = dense.DenseRetriever(PASSAGES, encoder)
     self.assertIsInstance(retriever, protocol.Retriever)
     found = retriever.search(['lima', 'the element'], 4)
-    encoder = encoders.Encoder(self.folder)
-    rows = encoder.encode([f'passage: "{p.title}"\n{p.text}' for p in PASSAGES])
+    rows = encoder.encode_passages([f'"{p.title}"\n{p.text}' for p in PASSAGES])
     for query, passages in zip(['lima', 'the element'], found):
-      scores = rows @ encoder.encode(['query: ' + query])[0]
+      scores = rows @ encoder.encode_queries([query])[0]
       self.assertEqual(
           [p.id for p in passages], [str(i) for i in np.argsort(-scores, kind='stable')]
       )
@@ -205,9 +264,9 @@ class DenseTest(parameterized.TestCase):
     """As an agent reads it and as a server sends it: without a title it is its text alone."""
     passages = [PASSAGES[0], types.Passage('x', '', 'the lima .'), types.Passage('y', '', 'a\nb')]
     with mock.patch.object(dense, 'embed', return_value=np.zeros((3, 16))) as embed:
-      dense.DenseRetriever(passages, self.folder, self.cache)
+      dense.DenseRetriever(passages, encoders.Encoder(self.folder), self.cache)
     texts = ['"Paris"\nthe capital of france .', 'the lima .', '""\na\nb']
-    self.assertEqual(embed.call_args.args[1], [f'passage: {text}' for text in texts])
+    self.assertEqual(embed.call_args.args[1], texts)
 
   def test_hosts_write_different_files(self):
     parts, replace = [], os.replace
@@ -217,20 +276,27 @@ class DenseTest(parameterized.TestCase):
           dense.embed(encoders.Encoder(self.folder), ['lima'], self.cache)
     self.assertLen(set(parts), 2)
 
+  def retriever(self, passages=PASSAGES, **prompts):
+    encoder = encoders.Encoder(self.folder, **prompts)
+    return dense.DenseRetriever(passages, encoder, self.cache)
+
   def test_vectors_are_made_once(self):
-    dense.DenseRetriever(PASSAGES, self.folder, self.cache)
+    self.retriever()
     (first,) = os.listdir(self.cache)
     with open(os.path.join(self.cache, first), 'rb') as file:
       made = file.read()
     before = os.stat(os.path.join(self.cache, first)).st_mtime_ns
-    again = dense.DenseRetriever(PASSAGES, self.folder, self.cache)
+    again = self.retriever()
     self.assertEqual(os.stat(os.path.join(self.cache, first)).st_mtime_ns, before)
     self.assertNotEmpty(made)
     self.assertLen(again.search(['lima'], 3)[0], 3)
-    dense.DenseRetriever(PASSAGES[:2], self.folder, self.cache)  # another corpus
+    self.retriever(PASSAGES[:2])  # another corpus
     write_encoder(self.folder, seed=1)  # another encoder
-    dense.DenseRetriever(PASSAGES, self.folder, self.cache)
-    self.assertLen(os.listdir(self.cache), 3)
+    self.retriever()
+    write_modules(self.folder, 'cls_token', prompts=PROMPTS)  # another pooling
+    self.retriever()
+    self.retriever(passage_prompt='the ')
+    self.assertLen(os.listdir(self.cache), 5)
 
   @parameterized.parameters(1, 3, 7, 50)
   def test_nearest_over_many_blocks(self, top_k):
@@ -247,7 +313,7 @@ class DenseTest(parameterized.TestCase):
 
   def test_no_passages(self):
     with self.assertRaisesRegex(types.UserError, '0 passages'):
-      dense.DenseRetriever([], self.folder)
+      dense.DenseRetriever([], encoders.Encoder(self.folder))
 
 
 class _Fixed:

@@ -428,7 +428,7 @@ class CommandTest(parameterized.TestCase):
     self.assertIn('--embeddings=/nowhere/else', str(err.write.call_args_list))
     self.assertNotIn('--port', str(err.write.call_args_list))
 
-  @absltest.skipUnless(dense_test.HAS_TORCH, 'torch is not installed')
+  @absltest.skipUnless(dense_test.HAS_LIBRARY, 'sentence-transformers is not installed')
   def test_every_kind_finds(self):
     folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
     for kind in server.KINDS:

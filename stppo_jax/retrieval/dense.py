@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 import os
+import pathlib
 import secrets
 import tempfile
 
@@ -22,32 +23,25 @@ from stppo_jax.retrieval import protocol
 
 _BLOCK = 16_384  # passages compared at a time
 _ENCODED = 4096  # passages encoded at a time
-_QUERY_PREFIX = 'query: '  # as E5 expects them
-_PASSAGE_PREFIX = 'passage: '
 _DEPTH = 50  # passages per ranking to fuse
 _RANK_CONSTANT = 60
 
 
 class DenseRetriever:
-  """Inner product of E5-like vectors. Ties go to the passage that comes first in the corpus.
+  """Inner product of an encoder's vectors. Ties go to the passage that comes first in the corpus.
 
   The passages' vectors are made once and kept in `cache_folder`, under a name that depends on the
-  encoder's weights and on every passage; without a folder, in a temporary one.
+  encoder's files, on its prompt and on every passage; without a folder, in a temporary one.
   """
 
   def __init__(
-      self,
-      passages: Sequence[types.Passage],
-      encoder_folder: str,
-      cache_folder: str = '',
-      device: str = 'cpu',
+      self, passages: Sequence[types.Passage], encoder: encoder_lib.Encoder, cache_folder: str = ''
   ):
     self._passages = list(passages)
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
-    self._encoder = encoder_lib.Encoder(encoder_folder, device)
-    contents = map(tasks.write_contents, self._passages)
-    texts = [_PASSAGE_PREFIX + content for content in contents]
+    self._encoder = encoder
+    texts = [tasks.write_contents(passage) for passage in self._passages]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
       cache_folder = self._temporary.name
@@ -56,8 +50,7 @@ class DenseRetriever:
   def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     if not queries or top_k < 1:
       return [[] for _ in queries]
-    texts = [_QUERY_PREFIX + query for query in queries]
-    vectors = self._encoder.encode(texts)
+    vectors = self._encoder.encode_queries(queries)
     nearest_rows, nearest_scores = nearest(vectors, self._vectors, top_k)
     results: protocol.Results = []
     for rows, scores in zip(nearest_rows, nearest_scores):
@@ -68,7 +61,7 @@ class DenseRetriever:
 
 def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
   """Returns [len(texts), D] float32, mapped from a file in `folder`; makes a missing file."""
-  digest = _digest(encoder.folder, texts)
+  digest = _digest(encoder, texts)
   path = os.path.join(folder, f'embeddings_{digest}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
@@ -78,7 +71,7 @@ def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
     for start in range(0, len(texts), _ENCODED):
       block = slice(start, start + _ENCODED)
-      vectors[block] = encoder.encode(texts[block])
+      vectors[block] = encoder.encode_passages(texts[block])
       logging.log_every_n_seconds(logging.INFO, 'embedded %d of %d passages', 30, start, len(texts))
     vectors.flush()
     os.replace(part, path)
@@ -108,13 +101,14 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
   return best_rows, best_scores
 
 
-def _digest(encoder_folder: str, texts: Sequence[str]) -> str:
-  digest = hashlib.sha256()
-  for name in ('model.safetensors', 'tokenizer.json', 'config.json'):
-    path = os.path.join(encoder_folder, name)
-    with open(path, 'rb') as file:
-      part = hashlib.file_digest(file, 'sha256')
-    digest.update(part.digest())
+def _digest(encoder: encoder_lib.Encoder, texts: Sequence[str]) -> str:
+  digest = hashlib.sha256(encoder.passage_prompt.encode('utf-8', 'replace'))
+  folder = pathlib.Path(encoder.folder)
+  for path in sorted(folder.rglob('*')):
+    if path.suffix in ('.json', '.safetensors', '.txt', '.model'):  # pooling has a file, too
+      with open(path, 'rb') as file:
+        part = hashlib.file_digest(file, 'sha256')
+      digest.update(part.digest())
   for text in texts:
     data = text.encode('utf-8', 'replace')
     part = hashlib.sha256(data)

@@ -33,6 +33,8 @@ class KindSettings(Protocol):
   encoder: str
   embeddings: str
   device: str
+  query_prompt: str | None
+  passage_prompt: str | None
 
 
 def make(
@@ -53,12 +55,14 @@ def make(
 def make_dense(
     passages: Sequence[types.Passage], settings: KindSettings, with_words: bool = False
 ) -> protocol.Retriever:
-  """Returns a search by the vectors of a BERT-class model, with BM25 if `with_words`."""
+  """Returns a search by the vectors of an encoder, with BM25 if `with_words`."""
   from stppo_jax.retrieval import dense  # imported only if needed: it loads torch
+  from stppo_jax.retrieval import encoder as encoder_lib
 
-  dense_retriever = dense.DenseRetriever(
-      passages, settings.encoder, settings.embeddings, settings.device
+  encoder = encoder_lib.Encoder(
+      settings.encoder, settings.device, settings.query_prompt, settings.passage_prompt
   )
+  dense_retriever = dense.DenseRetriever(passages, encoder, settings.embeddings)
   if not with_words:
     return dense_retriever
   return dense.HybridRetriever([bm25.Bm25Retriever(passages), dense_retriever])

@@ -171,8 +171,8 @@ def make_retriever(
   jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
   if flags.kind != 'bm25' and not flags.encoder:
     raise types.UserError(
-        f'--kind={flags.kind} needs --encoder=FOLDER, a BERT-class encoder such as e5-base-v2 in '
-        'Hugging Face format'
+        f'--kind={flags.kind} needs --encoder=FOLDER, a model such as e5-base-v2 in Hugging Face '
+        'format'
     )
   retriever = kinds.make(kinds.RETRIEVERS[flags.kind], flags, lambda: passages)
   assert retriever is not None  # as for each of KINDS
@@ -216,7 +216,9 @@ def _parse(arguments):
   )
   parser.add_argument('--corpus', required=True, help='folder with corpus.jsonl, or a .jsonl')
   parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
-  parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
+  parser.add_argument('--encoder', default='', help='dense, hybrid: its Hugging Face folder')
+  for name in ('query', 'passage'):
+    parser.add_argument(f'--{name}_prompt', help=f"text before each {name}; none: the encoder's")
   parser.add_argument('--embeddings', default='', help='folder that keeps them between starts')
   parser.add_argument('--device', default='cpu', help="the encoder's, such as cuda")
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')

@@ -5,11 +5,8 @@ dns://NAME:PORT    an engine at each address of a name, such as that of a headle
 file:PATH          an engine per line of a file; an empty line or one that begins with # is none
 """
 
-import re
 import socket
 import urllib.parse
-
-from stppo_jax.config import ADDRESS
 
 # A name without addresses: no engine is up yet, or none is left.
 _NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, 'EAI_NODATA', socket.EAI_NONAME))
@@ -19,9 +16,14 @@ def _parts(setting):
   return [part.strip() for part in setting.split(',')]
 
 
+def _is_address(text):
+  place = urllib.parse.urlsplit(text)
+  return place.scheme in ('http', 'https') and bool(place.hostname)
+
+
 def is_fixed(setting: str) -> bool:
   """Whether all engines are given by their addresses."""
-  return all(re.fullmatch(ADDRESS, part) for part in _parts(setting))
+  return all(_is_address(part) for part in _parts(setting))
 
 
 def addresses(setting: str) -> list[str]:
@@ -62,6 +64,6 @@ def _of_file(path):
     lines = [line.strip() for line in file]
   found = [line for line in lines if line and not line.startswith('#')]
   for line in found:
-    if not re.fullmatch(ADDRESS, line):
+    if not _is_address(line):
       raise ValueError(f'{path}: {line!r} is no http://HOST:PORT')
   return found

@@ -127,7 +127,8 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
     ),
     ('model.lora_alpha model.lora_targets', 'model.lora_rank', lambda c, v: c.model.lora_rank > 0),
     (
-        'retriever.encoder retriever.embeddings retriever.device',
+        'retriever.encoder retriever.embeddings retriever.device retriever.query_prompt '
+        'retriever.passage_prompt',
         'retriever.kind=dense or hybrid',
         lambda c, v: c.retriever.kind in ('dense', 'hybrid') or ':' in c.retriever.kind,
     ),

@@ -195,7 +195,7 @@ def _check_environment(config: Config) -> None:
   if retriever.kind in ('dense', 'hybrid') and not retriever.encoder:
     raise UserError(
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
-        '--config.retriever.encoder=FOLDER, a BERT-class model in Hugging Face format'
+        '--config.retriever.encoder=FOLDER, a model such as e5-base-v2 in Hugging Face format'
     )
   kind = config.env.kind
   tools = config.env.tools
