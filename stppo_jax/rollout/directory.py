@@ -52,7 +52,7 @@ def _of_name(name, port):
     if error.errno in _NO_ADDRESS:
       return []
     raise
-  hosts = {info[4][0] for info in infos}
+  hosts = {str(info[4][0]) for info in infos}
   return [
       f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
       for host in sorted(hosts)
