@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import socket as network
 import subprocess
 import sys
 import threading
@@ -274,7 +275,7 @@ class EnvServerTest(ServerTestCase):
     self.assert_works(server)
 
   def test_stop_ends_sessions_at_once(self):
-    with serving() as server:
+    with serving(call_s=300.0) as server:
       socket = self.open(server)
       ask(socket, 'reset')
       socket.send('{"type": "step", "data": {"text": "wait"}}')
@@ -382,6 +383,26 @@ class HostileClientTest(ServerTestCase):
     wait_for(lambda: server.app.num_sessions == 0)
     self.assertTrue(DROPPED.wait(20))
     self.assert_works(server)
+
+  def test_client_that_does_not_read_loses_its_session(self):
+    server = self.start(idle_s=1.0)
+    socket = self.open(server, max_queue=1)
+    ask(socket, 'reset')
+    message = json.dumps({'type': 'step', 'data': {'text': 'x' * 60_000}})
+
+    def send_all():
+      with contextlib.suppress(exceptions.ConnectionClosed):
+        for _ in range(1000):
+          socket.send('{"type": "reset"}')
+          socket.send(message)
+
+    sender = threading.Thread(target=send_all, daemon=True)
+    sender.start()
+    try:
+      wait_for(lambda: server.app.num_sessions == 0)
+      self.assert_works(server)
+    finally:
+      socket.socket.shutdown(network.SHUT_RDWR)  # ends a call that sends
 
   def test_session_too_many_is_refused(self):
     server = self.start(max_sessions=2)
