@@ -11,6 +11,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 from safetensors import numpy as safetensors
 import tokenizers
 
@@ -18,6 +19,13 @@ from stppo_jax import types
 from stppo_jax.retrieval import dense
 from stppo_jax.retrieval import encoder as encoders
 from stppo_jax.retrieval import protocol
+
+pytestmark = pytest.mark.guests(
+    what='Encoders of sentence-transformers',
+    version='sentence-transformers==6.2.0, torch==2.13.0',
+    date='2026-11-28',
+    touches='retrieval/encoder.py',
+)
 
 HAS_LIBRARY = importlib.util.find_spec('sentence_transformers') is not None
 WORDS = 'query passage capital of france paris the is lima peru element carbon : " . ,'.split()

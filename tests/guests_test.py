@@ -15,7 +15,7 @@ from tests import layering_test
 
 ROOT = guests_lib.ROOT
 # Extras of guests, which the package works without.
-EXTRAS = ('clients', 'gem', 'textarena', 'reasoning_gym', 'openenv', 'mcp', 'grammar')
+EXTRAS = ('dense', 'clients', 'gem', 'textarena', 'reasoning_gym', 'openenv', 'mcp', 'grammar')
 read_guests = functools.cache(guests_lib.read)
 MARK = "pytest.mark.guests(what='A', version='a==1 b[c]==2', date='2026-11-28', touches='atif')"
 
