@@ -41,18 +41,11 @@ PAGE = ROOT / 'docs' / 'scaling.md'
 TABLE = re.compile(r'(?<=\n\n)\| run, `--topology` \|.*?\n(?=\n)', re.DOTALL)
 HEADER = (
     'run, `--topology`',
-    'memory',
-    'update',
-    'log-probs',
-    'copy',
-    'prefill',
-    'decode',
-    'grow',
-    'largest',
+    'memory of a device, GiB',
+    'most that is used, GiB',
+    'share',
     'seconds per update, at least',
     'share of sampling',
-    'sampled tokens/s',
-    's per token',
 )
 VERSIONS = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-plugin', 'jax-cuda13-plugin')
 # Every number that a compiler reports of a program.
@@ -224,22 +217,17 @@ def _make(row: Row, devices: Any, compiler: Callable[[CompiledProgram, Plan], No
 
 def cells(row: Row, plan: Plan) -> list[str]:
   """Returns a row of the table."""
-  peaks = {program.name: program.peak for program in plan.programs}
-  names = ('update', 'annotate', 'copy', 'prefill', 'decode', 'grow')
-  gib = [f'{size / topologies.GIB:.2f}' for size in (plan.chip.memory, *map(peaks.get, names))]
-  share = max(peaks.values()) / plan.chip.memory
+  memory = plan.chip.memory
+  largest = max(plan.programs, key=lambda program: program.peak)
   fits = 'fits' if plan.fits else 'does not fit'
-  rollout = plan.rollout
   total = plan.update_seconds
-  steps = next(program.runs for program in plan.programs if program.name == 'decode')
   return [
       row.name,
-      *gib,
-      f'{share:.0%}, {fits}',
+      f'{memory / topologies.GIB:.2f}',
+      f'{largest.peak / topologies.GIB:.2f} ({largest.name})',
+      f'{largest.peak / memory:.0%}, {fits}',
       f'{total:.0f}',
-      f'{rollout.seconds / total:.0%}',
-      f'{rollout.tokens_per_second:,.0f}',
-      f'{rollout.decode / steps:.4f}'.removeprefix('0'),
+      f'{plan.rollout.seconds / total:.0%}',
   ]
 
 
