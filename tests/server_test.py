@@ -432,7 +432,14 @@ class CommandTest(parameterized.TestCase):
   def test_every_kind_finds(self):
     folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
     for kind in server.KINDS:
-      flags = argparse.Namespace(kind=kind, encoder=folder, embeddings=folder, device='cpu')
+      flags = argparse.Namespace(
+          kind=kind,
+          encoder=folder,
+          embeddings=folder,
+          device='cpu',
+          query_prompt=None,
+          passage_prompt=None,
+      )
       retriever = server.make_retriever(flags, PASSAGES)
       with running(retriever) as (port, _, _):
         _, answer, _ = ask(port, body={'queries': ['seine', 'lima'], 'topk': 1})
