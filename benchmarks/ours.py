@@ -227,6 +227,28 @@ def _plain(name, **columns):
   )
 
 
+def _make_spec(variant, config, learning_rate, micro_batch, length):
+  """Returns the Spec of an actor of this shape and its critic, with the same optimizer."""
+  optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
+  return train_state.Spec(
+      variant=variant,
+      actor=config,
+      critic=dataclasses.replace(config, head='value'),
+      actor_optimizer=optimizer,
+      critic_optimizer=optimizer,
+      actor_lr=schedule,
+      critic_lr=schedule,
+      actor_clip=1.0,
+      critic_clip=1.0,
+      micro_batch=micro_batch,
+      lengths=(length,),
+      temperature=1.0,
+      logp_chunk=None,
+      critic_warmup=0,
+      num_logged_turns=5,
+  )
+
+
 class Learning:
   """Update steps of several variants, each with its own state; makes the models and the batch."""
 
@@ -265,24 +287,7 @@ class Learning:
     if name in self._states:
       return
     learning_rate, micro_batch, length = self._sizes
-    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
-    spec = train_state.Spec(
-        variant=self._variants[name],
-        actor=self._actor_config,
-        critic=self._critic_config,
-        actor_optimizer=optimizer,
-        critic_optimizer=optimizer,
-        actor_lr=schedule,
-        critic_lr=schedule,
-        actor_clip=1.0,
-        critic_clip=1.0,
-        micro_batch=micro_batch,
-        lengths=(length,),
-        temperature=1.0,
-        logp_chunk=None,
-        critic_warmup=0,
-        num_logged_turns=5,
-    )
+    spec = _make_spec(self._variants[name], self._actor_config, learning_rate, micro_batch, length)
     state = train_state.create_sharded(spec, *self._parameters(), self._mesh)
     self._functions[name] = update.compile_functions(spec, state, train_state.Frozen(), self._mesh)
     self._states[name] = state
@@ -355,24 +360,8 @@ class PpoStep:
     kernel = 0.02 * jax.random.normal(jax.random.key(1), (config.d_model, 1))
     critic['value_head'] = {'kernel': kernel, 'bias': jnp.zeros((1,))}
     self._value_head = np.asarray(kernel)
-    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
-    spec = train_state.Spec(
-        variant=_plain('ppo', log_bias=False),
-        actor=config,
-        critic=dataclasses.replace(config, head='value'),
-        actor_optimizer=optimizer,
-        critic_optimizer=optimizer,
-        actor_lr=schedule,
-        critic_lr=schedule,
-        actor_clip=1.0,
-        critic_clip=1.0,
-        micro_batch=micro_batch,
-        lengths=(num_prompt + num_new,),
-        temperature=1.0,
-        logp_chunk=None,
-        critic_warmup=0,
-        num_logged_turns=5,
-    )
+    variant = _plain('ppo', log_bias=False)
+    spec = _make_spec(variant, config, learning_rate, micro_batch, num_prompt + num_new)
     self._spec = spec
     self._state = train_state.create_sharded(spec, actor, critic, self._mesh)
     self._functions = update.compile_functions(spec, self._state, train_state.Frozen(), self._mesh)

@@ -212,7 +212,7 @@ class RolloutSettings(Section):
   engine: str = setting(
       '', 'addresses of engines in other processes that sample in place of our own sampler, as in '
       "'http://HOST:8000', separated by commas. 'dns://NAME:8000' are all addresses of a name, and "
-      "'file:PATH' those in a file, as they are before each batch. Empty: off. A resumed run may "
+      "'file:PATH' those in a file, looked up again during the run. Empty: off. A resumed run may "
       'give others',
       resume_allowed=True, needs_trust=True)
   engine_kind: str = setting(

@@ -51,7 +51,7 @@ PASSAGES = [
 ]
 
 
-PROMPTS = {'query': 'query: ', 'passage': 'passage: '}  # of E5
+PROMPTS = {'query': 'query: ', 'passage': 'passage: '}  # E5's
 
 
 def write_json(folder, name, value):
@@ -191,6 +191,20 @@ class EncoderTest(parameterized.TestCase):
     self.check(vectors, '', lambda x: x[0], unit=False)
     self.assertGreater(np.ptp(np.linalg.norm(vectors, axis=1)), 0.01)
 
+  def test_encoder_without_layers(self):
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer import modules
+
+    library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
+    vectors = np.random.default_rng(0).normal(size=(SIZES['vocab_size'], 8)).astype(np.float32)
+    module = modules.StaticEmbedding(library, embedding_weights=vectors)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    sentence_transformers.SentenceTransformer(modules=[module]).save(folder)
+    found = encoders.Encoder(folder, 'cpu', '', '').encode_queries(['lima peru ' * 300])
+    words = library.encode('lima peru', add_special_tokens=False).ids
+    mean = vectors[words].mean(0)
+    np.testing.assert_allclose(found[0], mean / np.linalg.norm(mean), atol=1e-5)
+
   def test_prompts_must_be_said(self):
     write_modules(self.folder, 'mean_tokens')
     with self.assertRaisesRegex(types.UserError, "'query: ' and 'passage: ' for E5, or ''"):
@@ -202,6 +216,14 @@ class EncoderTest(parameterized.TestCase):
       ('modules.json', 'sentence_transformers.models.Pooling', 'json.JSONDecoder', 'only those of'),
       ('config_sentence_transformers.json', 'cosine', 'manhattan', "'cosine' or 'dot'"),
       ('modules.json', '[', '{[', 'cannot be read'),
+      ('modules.json', '"path"', '"place"', 'a module has no type or path'),
+      (
+          'config_sentence_transformers.json',
+          '"prompts": {',
+          '"prompts": 3, "x": {',
+          'no texts by name',
+      ),
+      ('config_sentence_transformers.json', '"query: "', '1', 'no texts by name'),
   )
   def test_folders_that_are_refused(self, name, before, after, message):
     write_modules(self.folder, 'mean_tokens', prompts=PROMPTS)
@@ -216,6 +238,9 @@ class EncoderTest(parameterized.TestCase):
     np.testing.assert_array_equal(vectors[0], vectors[1])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
     self.assertEqual(encoder.encode_queries([]).shape, (0, 16))
+    with mock.patch.object(encoders, 'MAX_TOKENS', 8):
+      vectors = encoders.Encoder(self.folder).encode_queries(['the ' * 8 + 'lima', 'the ' * 9])
+    np.testing.assert_array_equal(vectors[0], vectors[1])
 
   @parameterized.parameters(
       ('config.json', lambda t: '{', 'cannot be read'),

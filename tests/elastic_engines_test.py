@@ -64,7 +64,16 @@ class DirectoryTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "'b:2' is no http"):
       directory.addresses(f'file:{path}')
 
-  @parameterized.parameters('dns://engines', 'dns://:8000', 'file:', 'engines:8000', 'http://a:1,')
+  @parameterized.parameters(
+      'dns://engines',
+      'dns://:8000',
+      'dns://engines:99999',
+      'http://engines:99999',
+      'dns://engines:0',
+      'file:',
+      'engines:8000',
+      'http://a:1,',
+  )
   def test_other_texts_are_refused_at_the_start(self, text):
     config = schema.Config()
     config.rollout.engine = text
@@ -79,7 +88,9 @@ class ElasticFleetTest(parameterized.TestCase):
     self.tmp = self.enterContext(tempfile.TemporaryDirectory())
     self.list = os.path.join(self.tmp, 'engines')
     self.apis = {}  # by address
-    for name, value in dict(_RETRY_S=0.01, _POLL_S=0.01, _RESOLVE_S=0.0, _START_S=0.3).items():
+    for name, value in dict(
+        _RETRY_S=0.01, _POLL_S=0.01, _RESOLVE_S=0.0, _START_S=0.3, _PROBE_S=0.1
+    ).items():
       self.enterContext(mock.patch.object(remote, name, value))
 
   def write(self, *names):
@@ -139,6 +150,7 @@ class ElasticFleetTest(parameterized.TestCase):
       fleet.sample(engines_test.REQUEST, weights, 0)
     waits = [line for line in logs.output if 'waiting for one' in line]
     self.assertLen(waits, 1)
+    self.assertIn('engines are now http://late', logs.output[-1])
 
   def test_outage_without_engines_ends_run(self):
     self.write()

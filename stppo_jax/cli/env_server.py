@@ -13,7 +13,7 @@ from stppo_jax.cli.modes import Command
 from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
-_OTHER_FILES = 256  # that a server has open besides its sessions
+_OTHER_FILES = 256  # open files of a server besides those of its sessions
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 

@@ -7,6 +7,7 @@ because JAX takes most of a GPU's memory. The encoder needs the extra `dense`.
 
 from collections.abc import Sequence
 import json
+import math
 import os
 import types as types_lib
 from typing import Any
@@ -54,11 +55,14 @@ class Encoder:
     # A pickle could run code.
     weights: dict[str, Any] = {'use_safetensors': True, 'dtype': 'float32'}
     try:
-      # sentence-transformers does not say which tensors a file lacks.
-      transformer = os.path.join(folder, modules[0]['path'] if modules else '')
-      _, loading = transformers.AutoModel.from_pretrained(
-          transformer, **settings, **weights, output_loading_info=True
-      )
+      missing = []
+      if not modules or modules[0]['type'].endswith('.Transformer'):
+        # sentence-transformers does not say which tensors a file lacks.
+        transformer = os.path.join(folder, modules[0]['path'] if modules else '')
+        _, loading = transformers.AutoModel.from_pretrained(
+            transformer, **settings, **weights, output_loading_info=True
+        )
+        missing = [name for name in loading['missing_keys'] if not name.startswith('pooler.')]
       self._model = library.SentenceTransformer(
           folder, device='cpu', model_kwargs=weights, **settings
       )
@@ -67,9 +71,10 @@ class Encoder:
       raise types.UserError(
           f'encoder: {folder!r} cannot be read ({reason[:200]}): {_ADVICE}'
       ) from error
-    missing = sorted(name for name in loading['missing_keys'] if not name.startswith('pooler.'))
     if missing:
-      raise types.UserError(f'encoder: {folder!r} has no tensor {missing[0]!r}: download it again')
+      raise types.UserError(
+          f'encoder: {folder!r} has no tensor {min(missing)!r}: download it again'
+      )
     if self._model.similarity_fn_name not in ('cosine', 'dot'):
       raise types.UserError(
           f'encoder: {folder!r} compares by {self._model.similarity_fn_name!r}: give an encoder '
@@ -82,7 +87,9 @@ class Encoder:
       raise types.UserError(
           f"encoder: torch cannot use the device {device!r} ({reason}): give 'cpu' or another one"
       ) from error
-    self._model.max_seq_length = min(MAX_TOKENS, self._model.max_seq_length or MAX_TOKENS)
+    length = self._model.max_seq_length
+    if length is None or MAX_TOKENS < length < math.inf:  # a mean of word vectors has no limit
+      self._model.max_seq_length = MAX_TOKENS
     if not modules:
       logging.info('encoder: %s has no modules.json: the mean of its token vectors is used', folder)
 
@@ -115,7 +122,10 @@ class Encoder:
 
 def _prompts(folder, query_prompt, passage_prompt):
   """Returns the prompts of queries and passages. UserError: nothing says them."""
-  stated = _read_json(folder, 'config_sentence_transformers.json', {}).get('prompts') or {}
+  name = 'config_sentence_transformers.json'
+  stated = _read_json(folder, name, {}).get('prompts') or {}
+  if not isinstance(stated, dict) or not all(isinstance(x, str) for x in stated.values()):
+    raise _unreadable(folder, name, 'its prompts are no texts by name')
   query = stated.get('query') if query_prompt is None else query_prompt
   passage = stated.get('document', stated.get('passage'))
   if passage_prompt is not None:
@@ -132,9 +142,11 @@ def _prompts(folder, query_prompt, passage_prompt):
 def _check_modules(folder, modules):
   """Refuses modules of other packages, because a folder must not choose what is imported."""
   for module in modules:
-    if not str(module.get('type')).startswith(_PACKAGE):
+    if not isinstance(module, dict) or not {'type', 'path'} <= module.keys():
+      raise _unreadable(folder, 'modules.json', 'a module has no type or path')
+    if not str(module['type']).startswith(_PACKAGE):
       raise types.UserError(
-          f'encoder: {folder!r} needs the module {module.get("type")!r}, and only those of '
+          f'encoder: {folder!r} needs the module {module["type"]!r}, and only those of '
           'sentence-transformers are loaded: give another encoder'
       )
 
@@ -142,13 +154,19 @@ def _check_modules(folder, modules):
 def _read_json(folder, name, default):
   try:
     with open(os.path.join(folder, name), encoding='utf-8') as file:
-      return json.load(file)
+      value = json.load(file)
   except FileNotFoundError:
     return default
-  except (OSError, ValueError) as error:
-    raise types.UserError(
-        f'encoder: {os.path.join(folder, name)!r} cannot be read ({error}): {_ADVICE}'
-    ) from error
+  except (OSError, ValueError, RecursionError) as error:
+    raise _unreadable(folder, name, error) from error
+  if not isinstance(value, type(default)):
+    raise _unreadable(folder, name, f'it is {types.shown(value)}')
+  return value
+
+
+def _unreadable(folder, name, reason):
+  path = os.path.join(folder, name)
+  return types.UserError(f'encoder: {path!r} cannot be read ({reason}): {_ADVICE}')
 
 
 def _import_library() -> types_lib.ModuleType:

@@ -1,7 +1,8 @@
 """A retrieval server: queries over HTTP in, passages of a corpus out.
 
   python -m stppo_jax.retrieval.server --corpus=FOLDER                       # BM25, 127.0.0.1:8000
-  python -m stppo_jax.retrieval.server --corpus=FOLDER --kind=hybrid --encoder=E5_FOLDER
+  python -m stppo_jax.retrieval.server --corpus=FOLDER --kind=hybrid --encoder=E5_FOLDER \\
+      --query_prompt='query: ' --passage_prompt='passage: '
 
   POST /retrieve   JSON in either dialect of `http.py`, distinguished by `queries` or `query`
   GET /health      {"status": "ok", "passages": 21015324}; 503 while it stops

@@ -1,4 +1,4 @@
-"""The addresses of the engines of a run, which may change while it goes on.
+"""The addresses of the engines of a run, which may change during the run.
 
 http://HOST:PORT   an engine
 dns://NAME:PORT    an engine at each address of a name, such as that of a headless service

@@ -54,7 +54,7 @@ _UNKNOWN = -1  # version of an engine whose label has to be requested
 _IN_QUESTION = -2  # version while the label is requested, or weights are loaded
 _RETRY_S = 2.0  # wait before an engine that failed is tried again; doubled after each failure
 _LONGEST_RETRY_S = 30.0
-_RESOLVE_S = 5.0  # during a batch, engines are looked for this often
+_RESOLVE_S = 5.0  # the engines are looked up again before a turn after this time
 _POLL_S = 0.2  # between two looks at the signal
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 60.0  # an engine may ask for this wait
@@ -445,7 +445,7 @@ class Fleet:
           self._known[address] = self._make(address)
       before = [engine.address for engine in self.engines]
       self.engines = [self._known[address] for address in addresses]
-      if before and before != addresses:
+      if self._resolved_at and before != addresses:
         logging.info('engines are now %s', ', '.join(addresses) or 'none: waiting for one')
     except (OSError, ValueError) as error:
       logging.log_every_n_seconds(
@@ -472,7 +472,7 @@ class Fleet:
     return [engine.address for engine in self.engines]
 
   def _in_order(self, index):
-    """Returns the engines, that of sequence `index` first."""
+    """Returns the engines that there are now, that of sequence `index` first."""
     if time.monotonic() - self._resolved_at > _RESOLVE_S:
       self.resolve()
     engines = self.engines
@@ -505,7 +505,7 @@ class Fleet:
   ) -> types.Turn:
     """Tries the engines that `find` returns one after the other, and returns the first turn.
 
-    It looks for them again after each round, because engines may be lost and added. The turn is
+    It asks for them again after each round, because engines may be lost and added. The turn is
     sampled with `weights` if settings.engine_push is 'batch', else with the newest weights. Raises
     Temporary if no engine has answered any turn for `silent_s` seconds (requests time out or are
     refused) or `failing_s` seconds (engines report failures). Raises a RunError if only this turn
@@ -591,7 +591,6 @@ def run(
   """
   del keys
   fleet = sampler.fleet
-  fleet.resolve()
   report = sequences.Report()
   contexts = [list(prompt.ids) for prompt in prompts]
   # The last item is played next, so a sequence in progress comes before a new sequence.

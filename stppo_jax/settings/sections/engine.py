@@ -1,6 +1,7 @@
 """The rules of config.rollout.engine: engines in other processes."""
 
 import re
+import urllib.parse
 
 from stppo_jax.config import Config
 from stppo_jax.config import ENGINES
@@ -12,7 +13,7 @@ def check(config: Config) -> None:
   rollout = config.rollout
   given = f'config.rollout.engine={rollout.engine!r}'
   for part in rollout.engine.split(','):
-    if not re.fullmatch(ENGINES, part.strip()):
+    if not re.fullmatch(ENGINES, part.strip()) or not _has_port(part):
       raise UserError(
           f'{given}: give http://HOST:PORT, dns://NAME:PORT for all addresses of a name, or '
           'file:PATH for a file with an address per line, several of them separated by commas'
@@ -31,3 +32,11 @@ def check(config: Config) -> None:
     raise UserError(
         f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
     )
+
+
+def _has_port(address):
+  """Whether the port of an address, if it has one, is one."""
+  try:
+    return urllib.parse.urlsplit(address.strip()).port != 0
+  except ValueError:
+    return False
