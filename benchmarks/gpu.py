@@ -405,7 +405,7 @@ def time_kernel(attend, is_packed, heads, dtype, lengths, capacities, bins):
   batches = []
   for j in range(int(places.bin.max()) // bins + 1):
     columns = int(capacities[packing.which_capacity(places, j, bins, capacities)])
-    layout = packing.layout(places, j, bins, columns, capacities[-1])
+    layout = packing.layout(places, j, bins, columns)
     batches.append((*attention_inputs(heads, bins, columns, dtype), layout.segments))
   y = run(*batches[0])[0]
   reference = attend_with(attention.causal)(*batches[0])[0]

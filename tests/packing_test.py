@@ -25,7 +25,8 @@ class PackTest(parameterized.TestCase):
     np.testing.assert_array_equal(found.length, [4, 5, 0, 4, 2, 3, 2])
     # 5 goes first, 4 and 4 share a bin, 3 follows 5, and the two of 2 do not fit any more.
     np.testing.assert_array_equal(found.bin, [1, 0, 0, 1, 2, 0, 2])
-    np.testing.assert_array_equal(found.offset, [0, 0, 0, 4, 0, 5, 2])
+    np.testing.assert_array_equal(found.column[:, 0], [0, 0, 0, 4, 0, 5, 2])
+    np.testing.assert_array_equal(found.column[3, :4], [4, 5, 6, 7])
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4)
 
   @parameterized.product(num_bins=(1, 2, 8), capacities=((50,), (20, 50), (10, 20, 35, 50)))
@@ -34,8 +35,8 @@ class PackTest(parameterized.TestCase):
     lengths = np.minimum(rng.geometric(0.07, 40), 50) * (rng.random(40) > 0.1)
     found = packing.pack(lengths, num_bins, capacities)
     taken = np.zeros((-(-40 // num_bins) * num_bins, capacities[-1]), int)
-    for b, offset, length in zip(found.bin, found.offset, found.length):
-      taken[b, offset : offset + length] += 1
+    for b, columns, length in zip(found.bin, found.column, found.length):
+      taken[b, columns[:length]] += 1
     np.testing.assert_array_equal(found.length, lengths)
     self.assertEqual(taken.sum(), lengths.sum())
     self.assertLessEqual(taken.max(), 1)
@@ -54,7 +55,7 @@ class PackTest(parameterized.TestCase):
     """Two bins per micro-batch: 7 and 5 | 3 and 2 | 2; the shorter ones in bins of 4."""
     found = packing.pack([2, 5, 0, 3, 7, 2], 2, (4, 8), shared=False)
     np.testing.assert_array_equal(found.bin[[4, 1, 3, 0, 5]], [0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(found.offset, 0)
+    np.testing.assert_array_equal(found.column[:, 0], 0)
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4 + 2 * 4)
 
   def test_no_rows_at_all(self):
@@ -68,9 +69,9 @@ class LayoutTest(absltest.TestCase):
   def test_layout_by_hand(self):
     """Rows a a a, b b, c c c c and nothing, in one micro-batch of two bins of 6."""
     found = packing.pack([3, 2, 4, 0], 2, (6,))
-    layout = packing.layout(found, 0, 2, 6, 5)
-    tokens = jnp.array([[1, 2, 3, 9, 9], [4, 5, 9, 9, 9], [6, 7, 8, 9, 9], [9, 9, 9, 9, 9]])
-    tokens = tokens.at[2].set(jnp.array([6, 7, 8, 10, 9]))
+    layout = packing.layout(found, 0, 2, 6)
+    tokens = jnp.full((4, 6), 9).at[0, :3].set(jnp.array([1, 2, 3]))
+    tokens = tokens.at[1, :2].set(jnp.array([4, 5])).at[2, :4].set(jnp.array([6, 7, 8, 10]))
     np.testing.assert_array_equal(layout.pack(tokens), [[6, 7, 8, 10, 4, 5], [1, 2, 3, 0, 0, 0]])
     np.testing.assert_array_equal(layout.position, [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]])
     np.testing.assert_array_equal(layout.segments, [[2, 2, 2, 2, 1, 1], [0, 0, 0, -1, -1, -1]])
@@ -78,26 +79,26 @@ class LayoutTest(absltest.TestCase):
   def test_pack_and_unpack_over_all_micro_batches(self):
     lengths = np.random.default_rng(0).integers(0, 9, 12)
     found = packing.pack(lengths, 2, (8, 10))
-    x = jnp.arange(1.0, 12 * 9 + 1).reshape(12, 9)
+    x = jnp.arange(1.0, 12 * 10 + 1).reshape(12, 10)
     total = 0
     for j in range(int(packing.num_micro_batches(found, 2))):
       columns = (8, 10)[int(packing.which_capacity(found, j, 2, (8, 10)))]
-      layout = packing.layout(found, j, 2, columns, 9)
+      layout = packing.layout(found, j, 2, columns)
       total += layout.unpack(layout.pack(x))
-    kept = (np.arange(9) > 0) & (np.arange(9) < lengths[:, None])
+    kept = (np.arange(10) > 0) & (np.arange(10) < lengths[:, None])
     np.testing.assert_array_equal(total, np.where(kept, x, 0))
 
   def test_sum_traces_once_per_capacity(self):
     found = packing.pack(np.random.default_rng(0).integers(0, 9, 12), 2, (8, 10))
-    x = jnp.arange(1.0, 12 * 9 + 1).reshape(12, 9)
+    x = jnp.arange(1.0, 12 * 10 + 1).reshape(12, 10)
     traced = []
 
     def unpacked(layout):
       traced.append(layout.segments.shape[1])
       return {'x': layout.unpack(layout.pack(x))}
 
-    compute = jax.jit(lambda packed: packing.sum_over(unpacked, packed, 2, (8, 10), 9))
-    kept = (np.arange(9) > 0) & (np.arange(9) < found.length[:, None])
+    compute = jax.jit(lambda packed: packing.sum_over(unpacked, packed, 2, (8, 10)))
+    kept = (np.arange(10) > 0) & (np.arange(10) < found.length[:, None])
     np.testing.assert_array_equal(compute(found)['x'], np.where(kept, x, 0))
     self.assertEqual(traced, [8, 10])
 
@@ -111,7 +112,7 @@ class LayoutTest(absltest.TestCase):
     )
     np.testing.assert_array_equal(kept.length, [0, 7, 6, 0, 2])
     np.testing.assert_array_equal(kept.bin[jnp.array([1, 2, 4])], [0, 1, 1])
-    np.testing.assert_array_equal(kept.offset, found.offset)
+    np.testing.assert_array_equal(kept.column, found.column)
     self.assertEqual(int(packing.num_micro_batches(kept, 2)), 1)
     none = packing.only(found, jnp.zeros(5, bool), 2)
     self.assertEqual(int(packing.num_micro_batches(none, 2)), 0)

@@ -145,7 +145,10 @@ def one_step(spec, batch, rows):
   rows = rows.astype(np.int32)
   ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
   lengths = ends.max(axis=1)[rows]
-  bins = packing.pack(lengths, spec.micro_batch, spec.lengths, spec.shared_bins)
+  tokens = np.asarray(batch.tokens)[rows] if spec.share_prefixes else None
+  num_tokens = batch.tokens.shape[1]
+  options = (spec.micro_batch, spec.lengths, spec.shared_bins)
+  bins = packing.pack(lengths, *options, tokens, num_tokens)
   return packing.Step(rows, bins)
 
 
@@ -264,9 +267,7 @@ class UpdateTest(parameterized.TestCase):
   def test_packing_and_micro_batches_change_nothing(self, variant, lengths, micro_batch, options):
     spec, mesh = make_spec(variant, **options), one_device()
     batch = off_policy_batch(spec, mesh)
-    alone = packing.Packing(  # every row in a bin of its own
-        ALL_ROWS.astype(np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32)
-    )
+    alone = packing.pack(np.full(8, 24), 1, (24,))  # every row in a bin of its own
     expected = functions_of(spec, mesh).update_step(
         make_state(spec, mesh), NOTHING, batch, packing.Step(ALL_ROWS.astype(np.int32), alone)
     )

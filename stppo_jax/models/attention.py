@@ -1,7 +1,7 @@
 """Attention with its masks and rotary positions: queries, keys and values in, weighted values out.
 
 Sampling (`cached`) attends to a KV cache. Training (`causal`) attends within whole rows, which may
-pack several episodes as segments. Three backends compute the same:
+pack several episodes as segments, or as paths that begin alike. Three backends compute the same:
 
   plain   two einsums and a softmax per block of queries; runs anywhere
   splash  JAX's flash attention kernel for TPU, see attention_kernels.py
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from absl import logging
 import chex
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,31 @@ MIN_BLOCK = 64  # and at least this many queries per block
 
 
 Rope = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]  # (cos, sin), see `angles`
+
+
+@flax.struct.dataclass
+class Paths:
+  """What each token of a row attends to where the row holds a forest, in depth-first order.
+
+  A token attends to itself and to the tokens on the path to it. For the paths 0 1 2, 0 1 3 4 and 5,
+  the mask and the attributes are
+
+    1 . . . . .    parents  0 0 1 1 3 5
+    1 1 . . . .    ends     5 5 3 5 5 6
+    1 1 1 . . .    depths   0 1 2 2 3 0
+    1 1 . 1 . .
+    1 1 . 1 1 .
+    . . . . . 1
+
+  Attributes:
+    parents: [B,T] int32, the column of the token before; the first token of a path has its own.
+    ends: [B,T] int32, the column after the last token that attends to the token.
+    depths: [B,T] int32, the tokens before it on its path.
+  """
+
+  parents: jax.Array
+  ends: jax.Array
+  depths: jax.Array
 
 
 class RopeScaling(Protocol):
@@ -49,7 +75,7 @@ def causal(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | None = None,
+    segments: jax.Array | Paths | None = None,
     backend: str = 'plain',
     chunk: int = 0,
     row_sharding: jax.sharding.NamedSharding | None = None,
@@ -59,9 +85,11 @@ def causal(
   """Attends each token to itself and to the earlier tokens of its segment.
 
   q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
-  segment per row. `chunk` is the plain backend's. `row_sharding` is the placement of the rows,
-  which the kernels need because the compiler cannot split them. With a `window` a token attends to
-  that many tokens, itself included. `softcap` caps the scores as `categorical.softcap` does.
+  segment per row. With Paths, which the plain backend takes, a token attends along its path, and a
+  window counts the tokens of a path. `chunk` is the plain backend's. `row_sharding` is the
+  placement of the rows, which the kernels need because the compiler cannot split them. With a
+  `window` a token attends to that many tokens, itself included. `softcap` caps the scores as
+  `categorical.softcap` does.
 
   Choice: cuDNN takes no segments, so that rows for it are not packed (`takes_segments`). jax.nn
   passes segments only as a mask, which becomes a bias [B,1,T,T] with a gradient of that size; the
@@ -73,12 +101,18 @@ def causal(
     return _plain(q, k, v, segments, chunk, window, softcap)
   from stppo_jax.models import attention_kernels
 
+  assert not isinstance(segments, Paths), 'see takes_paths'
   return attention_kernels.causal(q, k, v, segments, backend, row_sharding, window, softcap)
 
 
 def takes_segments(backend: str) -> bool:
   """Returns whether a backend of `causal` can keep the episodes of a packed row apart."""
   return backend != 'cudnn'
+
+
+def takes_paths(backend: str) -> bool:
+  """Returns whether a backend of `causal` can attend along the Paths of a packed row."""
+  return backend == 'plain'
 
 
 def choose(
@@ -170,7 +204,7 @@ def write_cache(
 
 def causal_mask(
     num_keys: int,
-    segments: jax.Array | None = None,
+    segments: jax.Array | Paths | None = None,
     first: int | jax.Array = 0,
     num_queries: int | None = None,
     window: int = 0,
@@ -183,14 +217,22 @@ def causal_mask(
     1 1 0    1 1 0
     0 0 1    1 1 1
 
-  `segments` [B,S] belong to the keys. The queries are at `first` and the following columns, by
-  default at all columns. With a `window` a query attends to that many keys, its own included.
+  `segments` [B,S] or Paths belong to the keys. The queries are at `first` and the following
+  columns, by default at all columns. With a `window` a query attends to that many keys, its own
+  included.
   """
   if num_queries is None:
     num_queries = num_keys
   queries = first + jnp.arange(num_queries)
   keys = jnp.arange(num_keys)
   mask = keys <= queries[:, None]
+  if isinstance(segments, Paths):
+    mask = mask & (queries[:, None] < segments.ends[:, None])  # [B,T,S]
+    if window:
+      depths = segments.depths
+      query_depths = jax.lax.dynamic_slice_in_dim(depths, first, num_queries, axis=1)
+      mask &= depths[:, None] > query_depths[:, :, None] - window
+    return mask[:, None, None]
   if window:
     mask &= keys > queries[:, None] - window
   mask = mask[None]  # [1,T,S]
@@ -239,12 +281,14 @@ def _plain(q, k, v, segments, chunk, window, softcap):
   for first in range(0, length, block):
     end = min(first + block, length)
     queries = q[..., first:end, :]
-    start = max(0, first + 1 - window) if window else 0
+    start = 0
+    if window and not isinstance(
+        segments, Paths
+    ):  # the tokens of a path are not next to each other
+      start = max(0, first + 1 - window)
     keys = k[:, :, start:end]
     values = v[:, :, start:end]
-    key_segments = None
-    if segments is not None:
-      key_segments = segments[:, start:end]
+    key_segments = jax.tree.map(lambda x: x[:, start:end], segments)
     block_first = first - start
     blocks.append(
         _attend_block(queries, keys, values, key_segments, block_first, chunk, window, softcap)

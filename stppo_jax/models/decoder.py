@@ -172,21 +172,24 @@ def trunk(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array | None = None,
-    segments: jax.Array | None = None,
+    segments: jax.Array | attention.Paths | None = None,
     routes: jax.Array | None = None,
 ) -> tuple[jax.Array, moe.Routing | None]:
   """Runs the layers: tokens [B,T] -> (x [B,T,D] after the final norm, Routing of all layers).
 
   Each token attends to itself and to the earlier tokens of its row with the same number in
   `segments` [B,T]; None is one segment. `positions` [B,T] are the rotary positions; None means 0,
-  1, .. Only distances matter, so positions may go on counting across segments. `routes` [B,T,L,A]
+  1, .. Only distances matter, so positions may go on counting across segments. With Paths in place
+  of segments a token attends along its path, and its position is its depth. `routes` [B,T,L,A]
   replays the experts that an earlier pass chose. Without experts the Routing is None.
   """
   chex.assert_rank(tokens, 2)
-  if positions is None:
-    ropes = _rope_tables(config, tokens.shape[1])
-  else:
+  if positions is not None:
     ropes = _angles(config, positions)
+  elif isinstance(segments, attention.Paths):
+    ropes = _looked_up(config, tokens.shape[1], segments.depths)
+  else:
+    ropes = _rope_tables(config, tokens.shape[1])
   x = _embed(params, config, tokens)
   if routes is not None:
     routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
@@ -208,9 +211,6 @@ def cached_trunk(
   the chunk (default: T). The tail of a chunk leaves garbage behind the new length, which the next
   write overwrites; writes past the last slot are dropped. The outputs of the tail are garbage too.
   A row with length 0 does not change.
-
-  Choice: the rotary angles are looked up in a constant table. XLA would duplicate computed angles
-  into every use on a CPU and take a cosine per layer, head and row: 8% of an update.
   """
   chex.assert_rank(tokens, 2)
   length = tokens.shape[1]
@@ -218,9 +218,7 @@ def cached_trunk(
   if lengths is None:
     lengths = jnp.full_like(cache.length, length)
   num_slots = cache.v[config.first_attention].shape[2]
-  ropes = {}
-  for name, table in _rope_tables(config, num_slots).items():
-    ropes[name] = tuple(jnp.asarray(column[0])[slots] for column in table)
+  ropes = _looked_up(config, num_slots, slots)
   x = _embed(params, config, tokens)
   x, k, v, routing = _cached_layers(params['layers'], config, x, ropes, slots, lengths, cache)
   x = _final_norm(params, config, x)
@@ -292,10 +290,23 @@ def value_of(params: Params, x: jax.Array) -> jax.Array:
   return jnp.matmul(x.astype(jnp.float32), kernel, precision='highest') + bias
 
 
-def state_values(params: Params, x: jax.Array) -> jax.Array:
-  """Returns `value_of` x [B,T,D]: column t is the state before token t, and column 0 is 0."""
+def state_values(params: Params, x: jax.Array, paths: attention.Paths | None = None) -> jax.Array:
+  """Returns `value_of` x [B,T,D]: column t is the state before token t.
+
+  The column of a row's first token is 0. With `paths` the first tokens of paths have any number.
+  """
   chex.assert_rank(x, 3)
+  if paths is not None:
+    return value_of(params, before(x, paths))
   return pad_first(value_of(params, x[:, :-1]))
+
+
+def before(x: jax.Array, paths: attention.Paths | None = None) -> jax.Array:
+  """Returns x [B,T,..] of the token before each token: of its parent, if there are `paths`."""
+  if paths is None:
+    return pad_first(x[:, :-1])
+  columns = paths.parents.reshape(*paths.parents.shape, *[1] * (x.ndim - 2))
+  return jnp.take_along_axis(x, columns, axis=1)
 
 
 def pad_first(x: jax.Array) -> jax.Array:
@@ -312,10 +323,12 @@ def token_logp(
     tokens: jax.Array,
     temperature: float | jax.Array = 1.0,
     chunk: int | None = None,
+    paths: attention.Paths | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (log-prob of each token, entropy of its distribution), both [B,T], of x [B,T,D].
 
-  logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
+  logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both. With `paths`
+  the parent of t takes the place of t - 1, and the first tokens of paths have any number.
 
   With a `chunk` below T the logits are computed in T / chunk parts of their columns, and again in
   the backward pass (`head_parts.head_logp_and_entropy`). So as many logits are live at once as
@@ -324,7 +337,7 @@ def token_logp(
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
-  x = pad_first(x[:, :-1])  # column t: the state before token t
+  x = before(x, paths)
   if chunk is None or chunk >= length:
     name = 'embed' if config.tie_embeddings else 'lm_head'
     head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
@@ -408,6 +421,12 @@ def has_part(kind: LayerKind, part: str) -> bool:
 def layers_with(config: ModelConfig, part: str) -> list[int]:
   """Returns the numbers of the layers that have a part: those that its stack holds."""
   return _numbers(part, config.layer_kinds)
+
+
+def takes_paths(config: ModelConfig) -> bool:
+  """Returns whether all layers can go along Paths: see `attention.Paths`."""
+  has_states = any(kind.is_delta for kind in config.layer_kinds)
+  return attention.takes_paths(config.attention) and not has_states
 
 
 def has_adapters(params: Params) -> bool:
@@ -579,6 +598,18 @@ def _layer_of(layers, kinds, l):
 
 def _stack(trees):
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _looked_up(config, length, positions):
+  """Returns the angles of positions [B,T] below `length`, from a constant table.
+
+  Choice: XLA would duplicate computed angles into every use on a CPU, and take a cosine per layer,
+  head and row: 8% of an update.
+  """
+  ropes = {}
+  for name, table in _rope_tables(config, length).items():
+    ropes[name] = tuple(jnp.asarray(column[0])[positions] for column in table)
+  return ropes
 
 
 def _rope_tables(config, length):

@@ -176,22 +176,23 @@ def no_routes(config: layers.ModelConfig, rows: int, length: int) -> jax.Array:
   return jnp.zeros(shape, route_dtype(config.num_experts))
 
 
-def routing_sums(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
-  """Returns sums over the live tokens [B,T] of a Routing of all layers; they add over batches.
+def routing_sums(routing: Routing, counts: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+  """Returns sums over tokens of a Routing of all layers; they add over batches.
 
+  `counts` [B,T] is how often each token counts: the number of rows that have it, 0 in padding.
   'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies. Of a
   replay, 'replaced' sums the share of a token's experts that the router itself would not have
   chosen, as a mean over layers, and 'changed' counts the tokens with such an expert in any layer.
   """
   is_chosen = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
-  is_counted = is_chosen & live[..., None, None]
-  replaced = routing.replaced * live  # [L,B,T]
+  counted = is_chosen * counts[..., None, None]
+  replaced = routing.replaced * counts  # [L,B,T]
   is_changed = (replaced > 0).any(axis=0)
   return {
-      'tokens': jnp.sum(is_counted, axis=(1, 2, 3), dtype=jnp.float32),
-      'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
+      'tokens': jnp.sum(counted, axis=(1, 2, 3), dtype=jnp.float32),
+      'entropy': jnp.sum(routing.entropy * counts, axis=(1, 2)),
       'replaced': jnp.sum(replaced) / len(replaced),
-      'changed': jnp.sum(is_changed, dtype=jnp.float32),
+      'changed': jnp.sum(is_changed * counts, dtype=jnp.float32),
   }
 
 

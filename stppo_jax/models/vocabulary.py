@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import head_parts
 from stppo_jax.models import sharding
@@ -25,20 +26,21 @@ def uniform_logp(
     tokens: jax.Array,
     logp: jax.Array,
     temperature: float | jax.Array = 1.0,
+    paths: attention.Paths | None = None,
 ) -> jax.Array:
   """Returns the mean log-prob over the vocabulary [B,T], a constant, where `logp` is the token's.
 
   mean_a log pi(a) = log pi(token) + (mean_a z_a - z_token) / temperature
 
   The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
-  are computed. Column 0 is 0. UserError: see `check_linear`.
+  are computed. Column 0 is 0. `paths` as in `decoder.token_logp`. UserError: see `check_linear`.
   """
   check_linear(config)
   head = decoder.head_rows(params, config)
   mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
   own_rows = head[tokens].astype(config.dtype)
   own_rows = own_rows.astype(jnp.float32)
-  x = decoder.pad_first(x[:, :-1])  # column t: the state before token t
+  x = decoder.before(x, paths)
   x = x.astype(jnp.float32)
   gap = jnp.einsum('btd,btd->bt', x, mean_row - own_rows, precision='highest')
   return jax.lax.stop_gradient(logp + gap / temperature)
@@ -52,10 +54,12 @@ def reference_kl(
     reference_x: jax.Array,
     temperature: float | jax.Array = 1.0,
     chunk: int | None = None,
+    paths: attention.Paths | None = None,
 ) -> jax.Array:
   """Returns KL(reference || policy) over the vocabulary [B,T] of the states x [B,T,D] of both.
 
-  Column t is the prediction of token t, and column 0 is 0. `chunk` as in `decoder.token_logp`.
+  Column t is the prediction of token t, and column 0 is 0. `chunk` and `paths` are as in
+  `decoder.token_logp`.
   """
   length = x.shape[1]
   num_parts = -(-length // min(chunk or length, length))
@@ -74,4 +78,4 @@ def reference_kl(
       config.logit_softcap,
   )
   kl = kl.reshape(x.shape[:2])
-  return decoder.pad_first(kl[:, :-1])
+  return decoder.before(kl, paths)

@@ -230,6 +230,10 @@ GROUPS: dict[str, dict[str, str]] = {
         'timing_s/testing': 'Seconds of the evaluation.',
         'perf/throughput': 'Tokens of the update per second and device.',
         'perf/padding': 'Share of padding in the packed bins.',
+        'perf/shared_train_tokens': (
+            'Share of the tokens of training rows that were not computed, because another row of '
+            'the bin has the same prefix.'
+        ),
         'perf/compilations': 'Programs compiled since the start. It should stop growing.',
         'perf/failed_saves': 'Checkpoints that could not be written.',
         'perf/host_memory_gb': 'Resident memory of the process, in GiB.',

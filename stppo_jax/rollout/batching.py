@@ -95,7 +95,7 @@ def to_turn_batch(
       batch.rewards[b, end - 1] = turn.reward
       end += len(turn.observation)
   batch.action_mask[:] = batch.turn_ids > 0
-  routes = _routes(episodes, (rows, length))
+  routes = sampled_routes(episodes, (rows, length))
   roles = _role_masks(episodes, rows)
   batch = batch.replace(routes=routes, roles=roles)
   are_demonstrated = [episode.demonstrated for episode in episodes]
@@ -103,6 +103,11 @@ def to_turn_batch(
     demonstrated = np.zeros(rows, np.float32)
     demonstrated[: len(episodes)] = are_demonstrated
     batch = batch.replace(demonstrated=demonstrated)
+  weights = [episode.weight for episode in episodes]
+  if any(weight != 1 for weight in weights):
+    row_weights = np.ones(rows, np.float32)
+    row_weights[: len(episodes)] = weights
+    batch = batch.replace(row_weights=row_weights)
   if all(episode.is_segment for episode in episodes):
     numbers: Any = [episode.number for episode in episodes]
     episode_ids = -1 - np.arange(rows, dtype=np.int32)
@@ -177,7 +182,7 @@ def trained_length(episode: types.Episode) -> int:
   return len(episode.prompt) + episode.response_length
 
 
-def _routes(episodes, shape):
+def sampled_routes(episodes: Sequence[types.Episode], shape: tuple[int, int]) -> np.ndarray | None:
   """Returns the sampler's experts of each token [B,T,L,A]; None if any turn is without them."""
   routes = None
   for b, episode in enumerate(episodes):

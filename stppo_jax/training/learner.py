@@ -172,7 +172,7 @@ class Learners:
     def on_devices(shape):
       return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
-    (rows_per_step,) = step.rows.shape
+    rows_per_step, num_tokens = step.packing.column.shape
     steps_per_epoch = num_episodes // self.bins.mini_batch
     state = next(iter(self.states.values()))
     self.compilation = ahead.Compilation(
@@ -180,7 +180,7 @@ class Learners:
         state=sharding.shapes(state),
         frozen=sharding.shapes(self.frozen),
         batch=jax.tree.map(on_devices, batch),
-        first_epoch=packing.step_shapes(steps_per_epoch, rows_per_step),
+        first_epoch=packing.step_shapes(num_tokens, steps_per_epoch, rows_per_step),
         step=step,
     )
 
@@ -310,6 +310,7 @@ def build(
       pad_id=pad_id,
       sharding=sharding.rows(mesh),
       shared=spec.shared_bins,
+      share_prefixes=spec.share_prefixes,
       whole_groups=variant.compares_rows,
       marks_demonstrations=bool(config.rollout.demonstrations),
   )
@@ -402,6 +403,12 @@ def complete(
     frozen = dataclasses.replace(frozen, teacher=teacher)
     actor, critic, teacher = _with_attention(config, device, (spec.actor, spec.critic, model))
     spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
+  if spec.share_prefixes and not all(map(decoder.takes_paths, spec.models)):
+    spec = dataclasses.replace(spec, share_prefixes=False)
+    logging.info(
+        "every row is computed from its first token, because an accelerator's attention or a gated "
+        'delta net cannot share prefixes; config.model.attention=plain can'
+    )
   return spec, frozen
 
 
@@ -494,5 +501,6 @@ def make_spec(
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=routing_replay,
+      share_prefixes=train.share_prefixes,
       teacher_coef=config.teacher.coef,
   )

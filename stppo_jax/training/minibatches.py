@@ -29,6 +29,7 @@ class Bins:
   pad_id: int
   sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
+  share_prefixes: bool = False  # whether its rows may share places
   whole_groups: bool = False  # whether all episodes of a group go to the same step
   # Whether all batches have the column `demonstrated`, so that one program is compiled for them.
   marks_demonstrations: bool = False
@@ -38,7 +39,7 @@ class Bins:
     computed = 0
     for step in steps:
       computed += packing.num_computed(step.packing, self.micro_batch, self.lengths)
-    share = packing.num_tokens(steps) / max(computed, 1)
+    share = sum(packing.num_places(step.packing) for step in steps) / max(computed, 1)
     return 1 - share
 
 
@@ -78,6 +79,9 @@ def to_device(
   batch = batching.to_turn_batch(
       episodes, largest_bucket, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
   )
+  identities = None
+  if bins.share_prefixes:
+    identities = _identities(episodes, (num_rows, bins.lengths[-1]))
   steps = []
   for i, rows in enumerate(rows_of_steps):
     is_first_of_epoch = i % steps_per_epoch == 0
@@ -86,8 +90,8 @@ def to_device(
     num_padding = rows_per_step - len(rows)
     rows = np.concatenate([rows, padding[:num_padding]])
     padding = padding[num_padding:]
-    row_lengths = lengths[rows]
-    places = packing.pack(row_lengths, bins.micro_batch, bins.lengths, bins.shared)
+    tokens = None if identities is None else identities[rows]
+    places = packing.pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared, tokens)
     step = Step(rows.astype(np.int32), places)
     steps.append(step)
   return batch, steps
@@ -118,7 +122,20 @@ def shapes(
   num_rows = rows_per_step * steps_per_epoch
   length = bins.lengths[-1]
   batch = batching.batch_shapes(num_rows, length, routed_model, roles, bins.marks_demonstrations)
-  return batch, packing.step_shapes(rows_per_step)
+  return batch, packing.step_shapes(length, rows_per_step)
+
+
+def _identities(episodes, shape):
+  """Returns numbers [B,T,..] that tell tokens apart: their ids, and the experts of a sampler."""
+  tokens = np.zeros(shape, np.int32)
+  for row, episode in enumerate(episodes):
+    ids, _, _ = episode.unroll()
+    tokens[row, : len(ids)] = ids
+  routes = batching.sampled_routes(episodes, shape)
+  if routes is None:
+    return tokens
+  experts = routes.reshape(*shape, -1)
+  return np.concatenate([tokens[..., None], experts], axis=-1)
 
 
 def _rows_by_group(episodes, rows_by_episode):

@@ -1,8 +1,8 @@
 """Packing: puts the rows of a batch into bins, several per bin, so that there is little padding.
 
-On the host, `pack` gives each row of a step its place. On the device a `Layout` moves token arrays
-between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch, which a model
-computes:
+On the host, `pack` gives each token of a step's rows its place. On the device a `Layout` moves
+token arrays between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch,
+which a model computes:
 
   rows  a a a a . .      bins  b b b b b b c c
         b b b b b b            a a a a . . . .
@@ -10,12 +10,25 @@ computes:
 
 A row is never split. It ends with its last agent token: what follows has no influence. Its first
 token has no log-prob and no state before it; column 0 of what comes back is 0.
+
+Rows of a bin may share the places of a prefix that they have in common: the prompt of a group, or
+the beginning of the rows of an episode. A bin is then a forest. Each token has one place, after the
+places of the tokens before it, and a token attends to itself and to the tokens on its path:
+
+  rows  p q a b      bin      p q a b c d e        the children of q are a and c,
+        p q c d      parents  - p q a q c d        and those of d are e
+        p q c d e    ends     7 7 4 4 7 7 7
+
+The places are in depth-first order, so that the continuations of a token in any row are the places
+up to its end. Masks, advantages and returns belong to a row, log-probs and values to a place.
+`unpack` gives each row the numbers of its places, and `add_up` is its transpose.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 from typing import TypeVar
 
@@ -26,20 +39,28 @@ from jax.extend.core import jaxpr_as_fun
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax.models import attention
+
 Tree = TypeVar('Tree')  # a tree of arrays
 Array = jax.Array | np.ndarray
 
 
 @flax.struct.dataclass
 class Packing:
-  """The place of each row. Bins are numbered across micro-batches.
+  """The place of each token. Bins are numbered across micro-batches.
 
   With R bins per micro-batch, micro-batch j has the bins j R to (j + 1) R - 1.
   """
 
   bin: Array  # [B] int32
-  offset: Array  # [B] int32, the column of its first token
-  length: Array  # [B] int32, its tokens; 0: it is in no bin
+  column: Array  # [B,T] int32, the column of each token in its bin, rising along a row
+  length: Array  # [B] int32, the tokens of the row; 0: it is in no bin
+
+  @property
+  def end(self) -> Array:
+    """The column [B] after the last token of each row; 0 for a row that is in no bin."""
+    is_last = np.arange(self.column.shape[1]) == self.length[:, None] - 1
+    return ((self.column + 1) * is_last).sum(axis=1)
 
 
 @flax.struct.dataclass
@@ -54,10 +75,11 @@ class Step:
 class Layout:
   """One micro-batch: the token in each place of the bins, and the place of each token."""
 
-  row: jax.Array  # [R,P] int32
+  row: jax.Array  # [R,P] int32, the first of the rows that have the token
   position: jax.Array  # [R,P] int32, within the row
   live: jax.Array  # [R,P] bool, false in padding
-  slot: jax.Array  # [B,T] int32, among the R P of the bins
+  paths: attention.Paths  # [R,P] what the token in each place attends to
+  slot: jax.Array  # [B,T] int32, among the R P of the bins; R P for other micro-batches
   owned: jax.Array  # [B,T] bool, true for tokens of this micro-batch
 
   @property
@@ -69,25 +91,40 @@ class Layout:
 
   @property
   def segments(self) -> jax.Array:
-    """Ids [R,P] int32 that distinguish the rows of a bin; -1 in padding."""
+    """Ids [R,P] int32 that distinguish the rows of a bin, if none shares a place; -1 in padding."""
     return jnp.where(self.live, self.row, -1)
 
+  @property
+  def num_rows(self) -> jax.Array:
+    """The number of rows [R,P] float32 that have the token in each place."""
+    return self._scattered_sum(self.owned.astype(jnp.float32))
+
   def pack(self, x: jax.Array) -> jax.Array:
-    """Moves x [B,T,..] to the bins [R,P,..]; 0 in padding."""
+    """Moves x [B,T,..], the same for all rows that share a place, to the bins [R,P,..]; else 0."""
     by_slot = x[self.row, self.position]
     return _where(self.live, by_slot)
 
+  def add_up(self, x: jax.Array) -> jax.Array:
+    """Sums x [B,T,..] over the rows that share a place: [R,P,..]. The transpose of `unpack`."""
+    return self._scattered_sum(_where(self.predicted, x))
+
   def unpack(self, y: jax.Array) -> jax.Array:
-    """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
-    by_token = self.unpack_all(y)
-    return jnp.where(self.predicted, by_token, 0)
+    """Moves y [R,P,..] to the rows [B,T,..]; 0 for first tokens and other micro-batches."""
+    return _where(self.predicted, self._gathered(y))
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
+    return _where(self.owned, self._gathered(y))
+
+  def _gathered(self, y):
     rest = y.shape[2:]
     by_slot = y.reshape(-1, *rest)
-    by_token = by_slot[self.slot]
-    return _where(self.owned, by_token)
+    return by_slot.at[self.slot].get(mode='clip')
+
+  def _scattered_sum(self, x):
+    rest = x.shape[2:]
+    zeros = jnp.zeros((self.row.size, *rest), x.dtype)
+    return zeros.at[self.slot].add(x, mode='drop').reshape(*self.row.shape, *rest)
 
 
 class RowLayout:
@@ -97,6 +134,10 @@ class RowLayout:
     self.predicted = jnp.ones(shape, bool)
 
   def pack(self, x: jax.Array) -> jax.Array:
+    """Returns x."""
+    return x
+
+  def add_up(self, x: jax.Array) -> jax.Array:
     """Returns x."""
     return x
 
@@ -111,53 +152,143 @@ def num_tokens(steps: Sequence[Step]) -> int:
   return sum(int(length.sum()) for length in lengths)
 
 
+def num_places(packing: Packing) -> int:
+  """Counts the places of a Packing on the host: a token that several rows share counts once."""
+  ends = np.zeros(len(packing.bin), np.int64)  # of the bins, which have no gaps
+  np.maximum.at(ends, packing.bin, packing.end)
+  return int(ends.sum())
+
+
 def pack(
-    lengths: np.ndarray, num_bins: int, capacities: Sequence[int], shared: bool = True
+    lengths: np.ndarray,
+    num_bins: int,
+    capacities: Sequence[int],
+    shared: bool = True,
+    tokens: np.ndarray | None = None,
+    num_tokens: int | None = None,
 ) -> Packing:
   """Packs rows of the given lengths [B] into micro-batches of `num_bins` bins; NumPy, on the host.
 
-  Micro-batches are filled one after the other. Each takes the longest rows that are left, and puts
-  each of them into the first bin that has room. All bins of a micro-batch have the same capacity.
-  It is the one of the rising `capacities` that leaves the least padding, among those that hold the
-  longest row. B / num_bins micro-batches, rounded up, are always enough, because each but the last
-  holds a row in every bin. Bins that are not `shared` hold one row each, from their first column.
+  Micro-batches are filled one after the other, and so are their bins. A bin takes the longest row
+  that is left, and then the longest one that fits, until none does. All bins of a micro-batch have
+  the same capacity. It is the one of the rising `capacities` that serves the most tokens of rows
+  per place, among those that hold the longest row. B / num_bins micro-batches, rounded up, are
+  always enough, because each but the last holds a row in every bin. Bins that are not `shared` hold
+  one row each, from their first column. `num_tokens` is T, by default the largest capacity.
+
+  With `tokens` [B,T,..], integers that tell tokens apart, rows of a bin share the places of their
+  common prefixes. A bin then prefers the rows that have most in common with it.
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
   bins = np.zeros_like(lengths)
-  offsets = np.zeros_like(lengths)
+  columns = np.zeros((len(lengths), num_tokens or capacities[-1]), np.int32)
+  prefixes = _Prefixes(lengths, tokens)
   longest_first = np.argsort(-lengths, kind='stable')
-  left = [row for row in longest_first if lengths[row]]
+  left = longest_first[lengths[longest_first] > 0]
   first_bin = 0  # the first one in the micro-batch
-  while left:
+  while len(left):
     longest = lengths[left[0]]
-    places = {}  # by the capacity with the least padding, the smallest among equals
-    fullest = 0.0
+    contents: list[list[int]] = []  # the rows of each bin of the best capacity
+    most = 0.0
     for capacity in capacities:
       if capacity < longest:
         continue
-      candidate = _first_fit(lengths, left, num_bins, capacity, shared)
-      num_filled = sum(int(lengths[row]) for row in candidate)
-      size = num_bins * capacity
-      fill = np.round(num_filled / size, 2)
-      if not places or fill > fullest:
-        places = candidate
-        fullest = fill
-    for row, place in places.items():
-      chosen, offset = place
-      bins[row] = first_bin + chosen
-      offsets[row] = offset
-    left = [row for row in left if row not in places]
+      candidate = _fill(left, num_bins, capacity, shared, prefixes)
+      num_served = sum(int(lengths[rows].sum()) for rows in candidate)
+      served = np.round(num_served / (num_bins * capacity), 2)
+      if not contents or served > most:
+        contents = candidate
+        most = served
+    for number, rows in enumerate(contents, start=first_bin):
+      bins[rows] = number
+      prefixes.number_places(rows, columns)
+    placed = np.concatenate(contents)
+    left = left[~np.isin(left, placed)]
     first_bin += num_bins
-  return Packing(bins, offsets, lengths)
+  return Packing(bins, columns, lengths)
+
+
+class _Prefixes:
+  """The common prefixes of rows. Without `tokens` none has any."""
+
+  def __init__(self, lengths, tokens=None):
+    self.lengths = lengths
+    num_rows = len(lengths)
+    self._rank = np.zeros(
+        num_rows, int
+    )  # of each row, in an order that puts equal prefixes together
+    self._common = np.zeros(num_rows, np.int32)  # tokens that a row shares with the next in order
+    if tokens is None:
+      self._rank[np.argsort(-lengths, kind='stable')] = np.arange(num_rows)
+      return
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    sortable = [row.astype('>u4').tobytes() for row in rows]  # bytes sort as the numbers do
+    order = sorted(range(num_rows), key=lambda row: sortable[row])
+    self._rank[order] = np.arange(num_rows)
+    for rank, (row, following) in enumerate(itertools.pairwise(order)):
+      self._common[rank] = _num_equal(rows[row], rows[following])
+
+  def with_row(self, row):
+    """Returns the number of first tokens that each row [B] shares with `row`."""
+    rank = self._rank[row]
+    before = np.minimum.accumulate(self._common[:rank][::-1])[::-1]
+    after = np.minimum.accumulate(self._common[rank:-1])
+    by_rank = np.concatenate([before, self.lengths[row : row + 1], after])
+    return by_rank[self._rank]
+
+  def number_places(self, rows, columns):
+    """Writes the columns [B,T] of the rows of a bin: depth first."""
+    rows = sorted(rows, key=lambda row: self._rank[row])
+    end = 0
+    previous = None
+    for row in rows:
+      common = 0
+      if previous is not None:
+        first, last = self._rank[previous], self._rank[row]
+        common = int(self._common[first:last].min())
+        columns[row, :common] = columns[previous, :common]
+      num_own = self.lengths[row] - common
+      columns[row, common : self.lengths[row]] = np.arange(end, end + num_own)
+      end += num_own
+      previous = row
+
+
+def _num_equal(a, b):
+  """Returns the length of the common prefix of two arrays."""
+  shorter = min(len(a), len(b))
+  differs = (a[:shorter] != b[:shorter]).any(axis=tuple(range(1, a.ndim)))
+  return int(differs.argmax()) if differs.any() else shorter
+
+
+def _fill(rows, num_bins, capacity, shared, prefixes):
+  """Fills bins of a capacity with `rows`, which are sorted: returns the rows of each bin."""
+  contents = []
+  lengths = prefixes.lengths
+  is_left = np.ones(len(rows), bool)
+  for _ in range(num_bins):
+    members: list[int] = []
+    room = capacity
+    common = np.zeros(len(rows), np.int32)  # tokens that the bin has already
+    while shared or not members:
+      fits = is_left & (lengths[rows] - common <= room)
+      if not fits.any():
+        break
+      chosen = int(np.where(fits, common, -1).argmax())  # the first one of the best
+      is_left[chosen] = False
+      row = rows[chosen]
+      room -= lengths[row] - common[chosen]
+      members.append(int(row))
+      common = np.maximum(common, prefixes.with_row(row)[rows])
+    contents.append(members)
+  return contents
 
 
 def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> int:
   """Counts the tokens that a model computes for a Packing on the host, padding included."""
   longest = np.zeros(len(packing.bin), np.int64)  # end of the longest bin of each micro-batch
-  ends = packing.offset + packing.length
   micro_batches = packing.bin // num_bins
-  np.maximum.at(longest, micro_batches, ends)
+  np.maximum.at(longest, micro_batches, packing.end)
   longest = longest[longest > 0]
   chosen = np.searchsorted(capacities, longest)
   columns = np.asarray(capacities)[chosen]
@@ -173,10 +304,12 @@ def stack(steps: Sequence[Step]) -> Step:
   return jax.tree.map(join, *steps)
 
 
-def step_shapes(*axes: int) -> Step:
-  """Returns the shapes of a Step: axes are [b], or [steps,b] for stacked ones."""
-  whole: Any = jax.ShapeDtypeStruct(axes, np.int32)
-  return Step(whole, Packing(whole, whole, whole))
+def step_shapes(num_tokens: int, *axes: int) -> Step:
+  """Returns the shapes of a Step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
+  shape: Any = jax.ShapeDtypeStruct
+  of_rows = shape(axes, np.int32)
+  of_tokens = shape((*axes, num_tokens), np.int32)
+  return Step(of_rows, Packing(of_rows, of_tokens, of_rows))
 
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
@@ -188,20 +321,16 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
 
 
 def sum_over(
-    function: Callable[[Layout], Tree],
-    packing: Packing,
-    num_bins: int,
-    capacities: Sequence[int],
-    num_tokens: int,
+    function: Callable[[Layout], Tree], packing: Packing, num_bins: int, capacities: Sequence[int]
 ) -> Tree:
-  """Returns the sum of function(Layout) over every non-empty micro-batch, for rows of `num_tokens`.
+  """Returns the sum of function(Layout) over every non-empty micro-batch.
 
   Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a
   micro-batch is computed on as few columns as hold its bins.
   """
 
   def compute(columns, j):
-    micro_batch = layout(packing, j, num_bins, columns, num_tokens)
+    micro_batch = layout(packing, j, num_bins, columns)
     return function(micro_batch)
 
   branches = [functools.partial(compute, columns) for columns in capacities]
@@ -231,8 +360,7 @@ def which_capacity(
 ) -> jax.Array:
   """Returns the index of the first of the rising `capacities` that micro-batch j fits in."""
   is_in_j = packing.bin // num_bins == j
-  ends = packing.offset + packing.length
-  ends = jnp.where(is_in_j, ends, 0)
+  ends = jnp.where(is_in_j, packing.end, 0)
   columns = jnp.asarray(capacities)
   return jnp.searchsorted(columns, ends.max())
 
@@ -252,35 +380,36 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   return dataclasses.replace(packing, bin=bins, length=length)
 
 
-def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
-  """Returns the Layout of micro-batch j: bins of P = `capacity`, rows of T = `num_tokens`."""
+def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int) -> Layout:
+  """Returns the Layout of micro-batch j, with bins of P = `capacity`."""
   is_in_j = packing.bin // num_bins == j
-  here = is_in_j & (packing.length > 0)
+  num_rows, num_tokens = packing.column.shape
   size = num_bins * capacity
-  bin_in_j = packing.bin - j * num_bins
-  start = bin_in_j * capacity + packing.offset
-  start = jnp.where(here, start, size)
-  # A slot holds a token of the last row that starts at or before it, if that row is long enough.
-  order = jnp.argsort(start)
-  slots = jnp.arange(size)
-  starts = start[order]
-  before = jnp.searchsorted(starts, slots, side='right')
-  last = jnp.maximum(before - 1, 0)
-  row = order[last]
-  position = slots - start[row]
-  is_long_enough = position < packing.length[row]
-  live = (before > 0) & is_long_enough
-  columns = jnp.arange(num_tokens)
-  is_in_row = columns < packing.length[:, None]
-  owned = here[:, None] & is_in_row
-  position = jnp.where(live, position, 0)
-  slot = start[:, None] + columns
+  first_slot = (packing.bin - j * num_bins) * capacity
+  tokens = jnp.arange(num_tokens)
+  owned = is_in_j[:, None] & (tokens < packing.length[:, None])
+  slot = first_slot[:, None] + packing.column
+  slot = jnp.where(owned, slot, size)
+  # The first row of several in a slot, and the largest end of their paths.
+  numbers = jnp.arange(num_rows * num_tokens).reshape(num_rows, num_tokens)
+  number = jnp.full(size, num_rows * num_tokens).at[slot].min(numbers, mode='drop')
+  live = number < num_rows * num_tokens
+  number = jnp.where(live, number, 0)
+  row = number // num_tokens
+  position = number % num_tokens
+  column = jnp.arange(size) % capacity
+  ends = jnp.broadcast_to(packing.end[:, None], slot.shape)
+  end = (column + 1).at[slot].max(ends, mode='drop')
+  before = packing.column[row, jnp.maximum(position - 1, 0)]
+  parent = jnp.where(live & (position > 0), before, column)
   in_bins = lambda x: x.reshape(num_bins, capacity)
+  paths = attention.Paths(in_bins(parent), in_bins(end), in_bins(position))
   return Layout(
       row=in_bins(row),
       position=in_bins(position),
       live=in_bins(live),
-      slot=jnp.where(owned, slot, 0),
+      paths=paths,
+      slot=slot,
       owned=owned,
   )
 
@@ -290,22 +419,3 @@ def _where(mask, x):
   more_axes = tuple(range(mask.ndim, x.ndim))
   mask = jnp.expand_dims(mask, more_axes)
   return jnp.where(mask, x, 0)
-
-
-def _first_fit(lengths, rows, num_bins, capacity, shared):
-  """Places as many of `rows`, in this order, as fit, each into the first bin that has room.
-
-  Returns {row: (bin, offset)}.
-  """
-  filled = np.zeros(num_bins, np.int32)
-  places = {}
-  for row in rows:
-    fits = filled + lengths[row] <= capacity
-    if not shared:
-      fits &= filled == 0
-    if fits.any():
-      chosen = int(fits.argmax())
-      offset = int(filled[chosen])
-      places[row] = (chosen, offset)
-      filled[chosen] += lengths[row]
-  return places

@@ -458,7 +458,9 @@ class Run:
     self.journal.record('train', n, self.records)
     learners = self.learners
     steps = [step for part in policy_updates for step in part.steps]
-    num_tokens = packing.num_tokens(steps) / self.config.train.epochs
+    num_row_tokens = packing.num_tokens(steps)
+    num_places = sum(packing.num_places(step.packing) for step in steps)
+    num_tokens = num_row_tokens / self.config.train.epochs
     step_s = sum(self.timing.values())
     num_programs = sum(self.agent.sampler.compiled_variants().values())
     num_programs += learners.functions.num_compilations()
@@ -471,6 +473,7 @@ class Run:
         'pipeline/staleness': sampled.staleness,
         'perf/throughput': num_tokens / step_s / learners.mesh.size,  # per device, as verl
         'perf/padding': learners.bins.padding(steps),
+        'perf/shared_train_tokens': 1 - num_places / max(num_row_tokens, 1),
         'perf/compilations': num_programs,
         'perf/failed_saves': self.checkpoints.num_failed,
         'perf/host_memory_gb': metrics_lib.host_memory_gb(),

@@ -259,6 +259,7 @@ def make_rows(
     micro_batch: int,
     buckets: Sequence[int],
     shared: bool,
+    share_prefixes: bool = False,
 ) -> Rows:
   """Packs at most `num_rows` conversations into bins. Rows of padding are in none of them."""
   tokens = np.zeros((num_rows, buckets[-1]), np.int32)
@@ -269,7 +270,8 @@ def make_rows(
     tokens[i, :length] = row.tokens
     mask[i, :length] = row.weights == 1
     lengths[i] = length
-  return Rows(tokens, mask, packing.pack(lengths, micro_batch, buckets, shared))
+  identities = tokens if share_prefixes else None
+  return Rows(tokens, mask, packing.pack(lengths, micro_batch, buckets, shared, identities))
 
 
 def choose_bins(
@@ -316,12 +318,14 @@ class Trainer:
       micro_batch: int,
       buckets: Sequence[int],
       logp_chunk: int | None = None,
+      share_prefixes: bool = False,
   ):
     self.model = dataclasses.replace(model, row_sharding=sharding.rows(mesh))
     self.frozen = frozen
     self.micro_batch = micro_batch
     self.buckets = tuple(buckets)
     self.shared = attention.takes_segments(model.attention)
+    self.share_prefixes = share_prefixes and decoder.takes_paths(model)
     self._optimizer = optimizer
     self._mesh = mesh
     self._logp_chunk = logp_chunk
@@ -353,13 +357,13 @@ class Trainer:
 
   def padding(self, rows: Rows) -> float:
     """Returns the share of padding among the tokens that a step computes."""
-    num_tokens = int(rows.packing.length.sum())
     size = packing.num_computed(rows.packing, self.micro_batch, self.buckets)
-    return 1 - num_tokens / size
+    return 1 - packing.num_places(rows.packing) / size
 
   def rows(self, pool: Sequence[supervised.Demonstration], num_rows: int) -> Rows:
     """Packs conversations, see `make_rows`."""
-    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared)
+    share = self.share_prefixes
+    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared, share)
 
   def _put(self, rows):
     return hosts.put(rows, sharding.replicated(self._mesh))
@@ -371,14 +375,16 @@ class Trainer:
     """Returns the sum of negative log-probs of the assistant's tokens of a micro-batch."""
     params = frozen.policy(actor)
     tokens = layout.pack(rows.tokens)
-    segments = layout.segments if self.shared else None
+    paths = layout.paths if self.share_prefixes else None
+    segments = paths
+    if paths is None and self.shared:
+      segments = layout.segments
     x, _ = decoder.trunk(params, self.model, tokens, segments=segments)
-    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk)
+    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk, paths)
     return -jnp.sum(layout.unpack(logp) * rows.mask)
 
   def _sum(self, function, rows):
-    num_tokens = rows.tokens.shape[1]
-    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, num_tokens)
+    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets)
 
   def _sum_loss(self, actor, frozen, rows):
     def one(layout):
@@ -437,6 +443,7 @@ def _run(config, workdir, pools, stop_signal):
       num_bins,
       buckets,
       config.model.logp_chunk or None,
+      config.train.share_prefixes,
   )
   state = trainer.init(models.actor)
   del models

@@ -115,11 +115,17 @@ class Spec:
   teacher: decoder.ModelConfig | None = None  # shape of `Frozen.teacher`
   teacher_coef: float = 1.0  # weight of a teacher's advantages
   routing_replay: str = 'none'  # config.rollout.routing_replay: the experts that the policy reuses
+  share_prefixes: bool = False  # whether rows of a bin may share places: see packing.py
 
   @property
   def shared_bins(self) -> bool:
     """Whether a bin may hold several rows: see packing.py."""
     return attention.takes_segments(self.actor.attention)
+
+  @property
+  def models(self) -> list[decoder.ModelConfig]:
+    """The models that compute the bins."""
+    return [model for model in (self.actor, self.critic, self.teacher) if model is not None]
 
   @property
   def shared_trunk(self) -> bool:

@@ -203,10 +203,7 @@ def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
     def one_micro_batch(layout):
       return _bin_columns(spec, actor, critic, frozen, tokens, layout, routes)
 
-    num_tokens = tokens.shape[1]
-    return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, num_tokens
-    )
+    return packing_lib.sum_over(one_micro_batch, step.packing, spec.micro_batch, spec.lengths)
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..], the rows at their places in the batch
     rows = steps.rows.reshape(-1)
@@ -250,7 +247,7 @@ def _bin_columns(spec, actor, critic, frozen, tokens, layout, routes):
   from stppo_jax.models import moe
 
   num_experts = spec.actor.num_experts
-  load = moe.routing_sums(routing, layout.live, num_experts)
+  load = moe.routing_sums(routing, layout.num_rows, num_experts)
   own_routes = None
   if spec.routing_replay == 'old_policy':
     own_routes = moe.recorded_routes(routing, num_experts)
@@ -359,9 +356,7 @@ class StepInputs:
     spec = self.spec
     if packing is None:
       return function(packing_lib.RowLayout(self.batch.tokens.shape))
-    num_bins = spec.micro_batch
-    num_tokens = self.batch.tokens.shape[1]
-    return packing_lib.sum_over(function, packing, num_bins, spec.lengths, num_tokens)
+    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths)
 
 
 def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
@@ -444,7 +439,7 @@ def _sum_gradients(inputs, row_cotangents):
     outputs, pull = _policy_vjp(inputs, layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
     d_tokens, tokens, sums = _policy_cotangents(inputs, layout, outputs, row_cotangents)
-    d_outputs = _filled(jax.tree.map(layout.pack, d_tokens), zeros)
+    d_outputs = _filled(jax.tree.map(layout.add_up, d_tokens), zeros)
     (actor_grad,) = pull(d_outputs)
     critic_grad = None
     value_tokens = None
@@ -549,19 +544,18 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
 def _value_loss(inputs, layout, outputs):
   """Returns the critic's ValueTokens [b,T], and the cotangent of its outputs [R,P,..]."""
   variant = inputs.spec.variant
-  old_values = layout.pack(inputs.batch.old_values)
-  returns = layout.pack(inputs.batch.returns)
+  batch = inputs.batch
+  outputs = layout.unpack(outputs)  # [b,T,..]: rows that share a place have their own returns
 
   def loss_of(outputs):
-    return variant.value_head.loss(outputs, old_values, returns, variant)
+    return variant.value_head.loss(outputs, batch.old_values, batch.returns, variant)
 
   loss, pull = jax.vjp(loss_of, outputs)
   is_here = layout.predicted.astype(jnp.float32)
-  weights = layout.pack(inputs.weights.value * is_here)
-  (d_outputs,) = pull(weights)
+  (d_outputs,) = pull(inputs.weights.value * is_here)
   values = variant.value_head.values(outputs, variant)
-  tokens = results.ValueTokens(layout.unpack(values), layout.unpack(loss))
-  return tokens, d_outputs
+  tokens = results.ValueTokens(values * is_here, loss * is_here)
+  return tokens, layout.add_up(d_outputs)
 
 
 def _sum_bias(inputs, cotangent):
@@ -570,7 +564,7 @@ def _sum_bias(inputs, cotangent):
   def one_micro_batch(layout):
     outputs, pull = _policy_vjp(inputs, layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
-    d_logp = layout.pack(cotangent)
+    d_logp = layout.add_up(cotangent)
     d_outputs = zeros._replace(logp=d_logp)
     (bias,) = pull(d_outputs)
     return inputs.placed(bias)
@@ -730,22 +724,23 @@ def _policy(spec, params, tokens, layout, routes=None, reference=None):
   binned, x, routing = _trunk(spec, model, params, tokens, layout, routes)
   temperature = spec.temperature
   chunk = spec.logp_chunk
-  logp, entropy = decoder.token_logp(params, model, x, binned, temperature, chunk)
+  paths = _paths(spec, layout)
+  logp, entropy = decoder.token_logp(params, model, x, binned, temperature, chunk, paths)
   values = None
   if spec.shared_trunk:
-    values = decoder.state_values(params, x)
+    values = decoder.state_values(params, x, paths)
   uniform = None
   if 'uniform' in spec.variant.needs:
     from stppo_jax.models import vocabulary
 
-    uniform = vocabulary.uniform_logp(params, model, x, binned, logp, temperature)
+    uniform = vocabulary.uniform_logp(params, model, x, binned, logp, temperature, paths)
   reference_kl = None
   if reference is not None:
     from stppo_jax.models import vocabulary
 
     _, reference_x, _ = _trunk(spec, model, reference, tokens, layout)
     reference_kl = vocabulary.reference_kl(
-        params, model, x, reference, reference_x, temperature, chunk
+        params, model, x, reference, reference_x, temperature, chunk, paths
     )
   outputs = variant_lib.TokenOutputs(
       logp=logp, uniform=uniform, reference_kl=reference_kl, entropy=entropy, value_outputs=values
@@ -758,7 +753,8 @@ def _logp(spec, model, params, tokens, layout):
   binned, x, _ = _trunk(spec, model, params, tokens, layout)
   temperature = spec.temperature
   chunk = spec.logp_chunk
-  logp, _ = decoder.token_logp(params, model, x, binned, temperature, chunk)
+  paths = _paths(spec, layout)
+  logp, _ = decoder.token_logp(params, model, x, binned, temperature, chunk, paths)
   return logp
 
 
@@ -766,7 +762,7 @@ def _critic(spec, params, tokens, layout):
   """Runs the critic on tokens [b,T] in their bins: its outputs [R,P,..] before each token."""
   model = spec.critic
   _, x, _ = _trunk(spec, model, params, tokens, layout)
-  return decoder.state_values(params, x)
+  return decoder.state_values(params, x, _paths(spec, layout))
 
 
 def _trunk(spec, model, params, tokens, layout, routes=None):
@@ -774,8 +770,13 @@ def _trunk(spec, model, params, tokens, layout, routes=None):
   tokens = layout.pack(tokens)
   if routes is not None:
     routes = layout.pack(routes)
-  segments = None
-  if spec.shared_bins:
+  segments = _paths(spec, layout)
+  if segments is None and spec.shared_bins:
     segments = layout.segments
   x, routing = decoder.trunk(params, model, tokens, segments=segments, routes=routes)
   return tokens, x, routing
+
+
+def _paths(spec, layout):
+  """Returns the Paths [R,P] of the bins, if rows may share places; else None."""
+  return layout.paths if spec.share_prefixes else None
