@@ -168,6 +168,41 @@ def draw_update():
   save(figure, 'update')
 
 
+def draw_forest():
+  """Draws three rows with a common prefix, the places that they share, and the mask."""
+  rows = (('p', 'q', 'a', 'b'), ('p', 'q', 'c', 'd'), ('p', 'q', 'c', 'd', 'e'))
+  places = ('p', 'q', 'a', 'b', 'c', 'd', 'e')
+  parents = (None, 0, 1, 2, 1, 4, 5)
+  colours = (BLUE, BLUE, ORANGE, ORANGE, GREEN, GREEN, PINK)
+  columns = ((0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 4, 5, 6))
+  figure, axis = new_axis(10, 3.6, (-1.6, 20.2), (-7.2, 1.2))
+  axis.text(0, 0.7, 'Rows', fontsize=11, weight='bold')
+  for index, (row, own) in enumerate(zip(rows, columns)):
+    axis.text(-0.15, -0.7 - index, f'row {index + 1}', ha='right', va='center')
+    for t, (text, place) in enumerate(zip(row, own)):
+      box(axis, t, -1.1 - index, 1, 0.8, text, colours[place], 'white')
+  axis.text(0, -4.5, 'Their bin', fontsize=11, weight='bold')
+  for place, text in enumerate(places):
+    box(axis, place, -5.7, 1, 0.8, text, colours[place], 'white')
+  for child, parent in ((2, 1), (4, 1)):
+    bend = {'arrowstyle': '-|>', 'color': '#555555', 'connectionstyle': 'arc3,rad=-.5'}
+    axis.annotate('', xy=(parent + 0.6, -5.75), xytext=(child + 0.5, -5.75), arrowprops=bend)
+  axis.text(0, -7.1, 'The token before a and before c is q.', size=9)
+  axis.text(9, 0.7, 'What each token attends to', fontsize=11, weight='bold')
+  for query, text in enumerate(places):
+    path = {query}
+    while parents[min(path)] is not None:
+      path.add(parents[min(path)])
+    axis.text(8.85, -0.7 - query * 0.9, text, ha='right', va='center')
+    for key in range(len(places)):
+      colour = colours[key] if key in path else GREY
+      box(axis, 9 + key, -1.1 - query * 0.9, 1, 0.8, '', colour)
+  for key, text in enumerate(places):
+    axis.text(9.5 + key, -6.95, text, ha='center', va='center')
+  axis.text(16.4, -1.4, '7 places for\n13 tokens', va='center', size=10)
+  save(figure, 'forest')
+
+
 def draw_architecture():
   """Draws the folders of the package in the order of their imports."""
   figure, axis = new_axis(10, 6.5, (0, 20), (0, 13))
@@ -244,6 +279,7 @@ def main():
   draw_segments()
   draw_clip()
   draw_update()
+  draw_forest()
   draw_architecture()
 
 
