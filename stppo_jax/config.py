@@ -76,6 +76,10 @@ class EnvSettings(Section):
       plugin=True, prefixes=('mcp',))
   tool_timeout_s: float = setting(10.0, 'seconds after which a tool call is aborted', above=0)
   tool_max_chars: int = setting(2000, 'characters of a tool result; the rest is cut', at_least=1)
+  mix: tuple[dict[str, Any], ...] = setting(
+      (), "several environments in one run: a dict of settings of this section for each, with "
+      "'share' of the questions of a batch, 'weight' in the loss, 'name', and 'data' for "
+      'data.source. Empty: the environment `kind`. See docs/environments.md', plugin=True)
 
   @property
   def is_program(self) -> bool:

@@ -230,6 +230,19 @@ class Task:
   steps: tuple[tuple[str, str], ...] = ()  # (sub-question, its answer), where the source has them
   seed: int | None = None  # given to `Env.reset`; None: derived from run seed, task and sample
 
+  @property
+  def environment(self) -> str:
+    """The name of its environment in config.env.mix; '': the run has one environment."""
+    return ''
+
+
+@dataclasses.dataclass(frozen=True)
+class MixTask(Task):
+  """A task of an environment of config.env.mix. Its id and data set begin with that name."""
+
+  environment: str = ''
+  own: Task | None = None  # as its environment reads it; None: it is not played again
+
 
 @dataclasses.dataclass
 class Turn:
@@ -278,6 +291,7 @@ class Episode:
   error: str = ''  # what the environment's code raised, where, and in which turn
   log: str = ''  # the end of what an agent program, if it is a command, wrote to standard error
   demonstrated: bool = False  # a demonstration: its turns were not sampled, so their logp is NaN
+  weight: float = 1.0  # of its tokens in the policy's loss; the config sets it, so it is not saved
 
   @property
   def is_segment(self) -> bool:
@@ -376,6 +390,8 @@ class Episode:
       record['log'] = self.log
     if self.demonstrated:
       record['demonstrated'] = True
+    if self.task.environment:
+      record['environment'] = self.task.environment
     if any(turn.routes is not None for turn in self.turns):
       record['routes'] = [pack_array(turn.routes) for turn in self.turns]
     if any(turn.version is not None for turn in self.turns):
@@ -394,13 +410,15 @@ class Episode:
       task: None makes a task from the recorded question and answers.
     """
     if task is None:
-      task = Task(
-          id=record['task'],
-          question=record['question'],
-          answers=tuple(record['answers']),
-          dataset=record['dataset'],
-          hops=record['hops'],
-      )
+      fields: dict[str, Any] = {
+          'id': record['task'],
+          'question': record['question'],
+          'answers': tuple(record['answers']),
+          'dataset': record['dataset'],
+          'hops': record['hops'],
+      }
+      environment = record.get('environment', '')
+      task = MixTask(**fields, environment=environment) if environment else Task(**fields)
     tokens = np.array(record.get('tokens', ()), np.int32)
     turn_ids = np.array(record.get('turn_ids', ()), np.int32)
     actions = record.get('actions', ())
@@ -521,6 +539,7 @@ class TurnBatch:
   # reward. It is equal for all rows of an episode, and 0 for a single row.
   score_offsets: jax.Array | None = None
   demonstrated: jax.Array | None = None  # [B] 1 for demonstrations; None: there are none
+  row_weights: jax.Array | None = None  # [B] weights of rows in the policy's loss; None: 1
   imitation_mask: jax.Array | None = None  # [B,T] 1 for the agent tokens of demonstrations
 
 

@@ -77,13 +77,22 @@ class LossWeights(NamedTuple):
 
 
 def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
-  """Returns the weights of a mini-batch's tokens in its sums."""
+  """Returns the weights of a mini-batch's tokens in its sums.
+
+  `row_weights` multiply the terms of the policy's loss, and no denominator. So the gradient is the
+  sum of the gradients of all rows without weights, each times its weight. Choice: the critic's loss
+  has no such weights, because its targets do not depend on them.
+  """
   mask = batch.action_mask.astype(jnp.float32)
   loss_mask = mask if batch.loss_mask is None else batch.loss_mask
   token = losses.variant_weights(loss_mask, batch, variant)
+  if batch.row_weights is not None:
+    token = token * batch.row_weights[:, None]
   policy = token if batch.is_weights is None else token * batch.is_weights
   value = losses.aggregation_weights(mask, 'token-mean')
   imitation = None
   if batch.imitation_mask is not None:
     imitation = losses.aggregation_weights(batch.imitation_mask, 'token-mean')
+    if batch.row_weights is not None:
+      imitation = imitation * batch.row_weights[:, None]
   return LossWeights(mask, token, policy, value, imitation)

@@ -31,9 +31,7 @@ def make_agent(
     return make(config, parts, model, mesh)
   tokenizer = parts.tokenizer
   env = parts.env_with_retriever
-  stop_table = tokenizer_lib.stop_automaton(
-      tokenizer.token_bytes, env.stop_strings, env.skips_thoughts
-  )
+  stop_table = tokenizer_lib.joint_stop_automaton(tokenizer.token_bytes, env.turn_ends)
   num_policies = len(parts.policies)
   sampler = agent_lib.make_sampler(
       config, model, stop_table, tokenizer.eos_ids, mesh, env.rows_per_episode, num_policies

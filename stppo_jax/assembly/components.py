@@ -119,7 +119,8 @@ class Components:
     UserError: a component does not fit the model's config.json, or the retriever does not answer.
     """
     prepare.check_positions(self.config)
-    prepare.check_tokenizer(self.config, self.tokenizer, self.env.frame)
+    for frame in self.env.frames:
+      prepare.check_tokenizer(self.config, self.tokenizer, frame)
     if self.config.env.kind == 'tools' and self.config.model.folder == 'embedded':
       logging.warning(
           'the embedded model was not trained to call tools, and will hardly call one: '
@@ -165,8 +166,102 @@ class Components:
     return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
 
 
+@dataclasses.dataclass(frozen=True)
+class MixComponents(Components):
+  """The components of config.env.mix: those of each environment, as of a run with it alone.
+
+  The environments share the tokenizer and the retriever.
+  """
+
+  parts: Mapping[str, Components] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def retriever(self) -> retrieval_lib.Retriever | None:
+    """The retriever of the environments that search, or None. UserError: they need several."""
+    searching = {name: part for name, part in self.parts.items() if _searches(part)}
+    if not searching:
+      return None
+    data = [part.config.data for part in searching.values()]
+    sources = {settings.corpus or settings.source for settings in data}
+    if len(sources) > 1 and self.config.retriever.kind != 'http':
+      raise UserError(
+          f'config.env.mix: {", ".join(searching)} search in the passages of different data, and a '
+          'run has one retriever: name all passages in config.data.corpus'
+      )
+    return next(iter(searching.values())).retriever
+
+  @functools.cached_property
+  def held_out(self) -> list[Task]:
+    """The tasks to evaluate on: those of each environment."""
+    return self._tag_all(lambda part: part.held_out)
+
+  def load(self) -> 'MixComponents':
+    """See `Components.load`. Logs what a batch consists of."""
+    super().load()
+    counts = mix_rules().questions_per_batch(self.config)
+    texts = [f'{number} of {name}' for name, number in counts.items()]
+    logging.info('questions of a batch: %s', ', '.join(texts))
+    return self
+
+  def check_prompts(self, tasks: Sequence[Task]) -> None:
+    """See `Components.check_prompts`: no environment may have only prompts that are too long."""
+    for name in self.parts:
+      own_tasks = [task for task in tasks if task.environment == name]
+      with validation.explain(name):
+        super().check_prompts(own_tasks)
+
+  def bind(self, retriever: retrieval_lib.Retriever | None) -> factory.EnvFactory:
+    """Returns the environments, with the retriever for those that take one."""
+    from stppo_jax.envs import mix
+
+    return mix.combine({name: part.bind(retriever) for name, part in self.parts.items()})
+
+  def load_tasks(self, split: str) -> list[Task]:
+    """Returns the tasks of all environments, which know theirs."""
+    return self._tag_all(lambda part: part.load_tasks(split))
+
+  def _tag_all(self, tasks_of):
+    from stppo_jax.data import mix
+
+    tagged = []
+    for name, part in self.parts.items():
+      with validation.explain(name):
+        tagged += mix.tag(name, tasks_of(part))
+    return tagged
+
+
+def mix_rules() -> Any:
+  """Returns the module with the rules of config.env.mix, which few runs need."""
+  from stppo_jax.settings.sections import mix
+
+  return mix
+
+
+def _searches(parts: Components) -> bool:
+  """Returns whether the episodes of an environment may search."""
+  env = parts.config.env
+  if env.kind == 'tools' and 'search' not in env.tools:
+    return False
+  return 'retriever' in parts.env.settings
+
+
+def _resolve_mix(config: Config) -> MixComponents:
+  """Returns the components of a mix. UserError: its environments do not fit together."""
+  from stppo_jax.envs import mix
+
+  parts = {}
+  for part in mix_rules().parts(config):
+    with validation.explain(part.name):
+      parts[part.name] = resolve(part.config)
+  env = mix.combine({name: part.env for name, part in parts.items()})
+  first = next(iter(parts.values()))
+  return MixComponents(config, env, first.make_retriever, first.source, parts)
+
+
 def resolve(config: Config) -> Components:
   """Loads the classes and functions that the config names. UserError: a name does not exist."""
+  if config.env.mix:
+    return _resolve_mix(config)
   env = config.env
   source = _task_source(config.data.source, config.data.columns)
   reward = _load_function('env.reward', env.reward, rewards.REWARDS)
@@ -245,6 +340,12 @@ def plugin_names(config: Config) -> dict[str, str]:
       if not is_file and prefix not in rules.prefixes:
         setting = f'{path}[{i}]' if is_tuple else path
         names_by_setting[setting] = name.removeprefix(f'{protocol.PROGRAM_PREFIX}:')
+  if config.env.mix:
+    for i, part in enumerate(mix_rules().parts(config)):
+      for setting, name in plugin_names(part.config).items():
+        section = setting.partition('.')[0]
+        if section in ('env', 'data'):  # the other settings are those of the run
+          names_by_setting[f'env.mix[{i}].{setting}'] = name
   return names_by_setting
 
 

@@ -157,7 +157,7 @@ def _parse_value(name: str, text: str, kind: object) -> Any:
   if kind is Any:
     return value
   if kind != _DICT:
-    return value if isinstance(value, tuple) else (value,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
   if not isinstance(value, dict) or not all(str(key).isidentifier() for key in value):
     raise UserError(
         f'--{name}={text}: give a dict of Python names, as in --{name}=\'{{"low": 1}}\', '

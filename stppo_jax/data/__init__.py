@@ -1,6 +1,7 @@
 """Files to tasks, passages and conversations.
 
 tasks.py           files -> Tasks and Passages, and the order of training
+mix.py             the same order for several environments in one run
 conversations.py   files -> conversations to imitate, as episodes
 row_files.py       files -> rows; row_objects.py reads JSON values, row_tables.py tables
 cells.py           cells of tables that hold lists and objects as texts

@@ -282,8 +282,10 @@ class TaskStream:
       taken += [self._tasks[order[position % size]] for position in part]
     return taken
 
-  def further(self, step: int, attempt: int, count: int, used: Collection[str]) -> list[types.Task]:
-    """Returns `count` more questions for update `step`, at its attempt 1, 2, ...
+  def further(
+      self, step: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]
+  ) -> list[types.Task]:
+    """Returns a question in place of each of `replaced` of update `step`, at attempt 1, 2, ...
 
     They do not depend on earlier updates and do not move the order of `take`. Ids in `used` are
     left out as long as there are others.
@@ -292,7 +294,7 @@ class TaskStream:
     order = [self._tasks[i] for i in generator.permutation(len(self._tasks))]
     fresh = [task for task in order if task.id not in used]
     pool = itertools.cycle(fresh or order)
-    return list(itertools.islice(pool, count))
+    return list(itertools.islice(pool, len(replaced)))
 
   def by_id(self) -> dict[str, types.Task]:
     """Returns all questions by their ids."""

@@ -14,12 +14,13 @@ from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import guarded
 from stppo_jax.envs import protocol
 from stppo_jax.text import thoughts
+from stppo_jax.text import tokenizer
 
 ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
 
 # Names, and groups of names, of the run's own metrics. A core metric would take their place.
 _OF_THE_RUN = frozenset(
-    'absent actor advantages agent_tokens agent_turns critic demonstrations engine env health moe '
+    'absent actor advantages agent_tokens agent_turns critic demonstrations engine env health mix moe '
     'num_turns outcome perf pipeline program prompt_length response_length returns role rollout '
     'rollout_corr score stppo timing_s token_share train values'.split()
 )
@@ -55,6 +56,31 @@ class EnvFactory:
     """Whether a stop string in a thought ends no turn."""
     has_tags = thoughts.owns_tags(self.stop_strings)
     return bool(self.stop_strings) and has_tags and not self.stops_in_thoughts
+
+  @property
+  def frames(self) -> tuple[str, ...]:
+    """The frames of its observations."""
+    return (self.frame,)
+
+  @property
+  def turn_end(self) -> tokenizer.TurnEnd:
+    """What ends a turn of the agent."""
+    return self.stop_strings, self.skips_thoughts
+
+  @property
+  def turn_ends(self) -> tuple[tokenizer.TurnEnd, ...]:
+    """What ends the turns of all episodes, see `tokenizer.joint_stop_automaton`."""
+    return (self.turn_end,)
+
+  def of(self, task: types.Task) -> 'EnvFactory':
+    """Returns the factory that makes the environment of a task."""
+    del task
+    return self
+
+  def first_state(self, task: types.Task) -> int:
+    """Returns the state of the stop automaton in which the turns of a task begin."""
+    index = self.turn_ends.index(self.of(task).turn_end)
+    return tokenizer.first_states(self.turn_ends)[index]
 
   def policies(self, role_parameters: str) -> tuple[str, ...]:
     """Returns names of the policies that are trained: one per role, or '' for one that plays all.

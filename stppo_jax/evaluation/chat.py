@@ -78,7 +78,7 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   """Returns the agent of an evaluation with one row, whose environment shows its turns."""
   parts = components.resolve(config)
   env = parts.env
-  players.check_environment(config.env.kind, env)
+  players.check_environment(config, env)
   if env.load_tasks is not None:
     raise UserError(
         f'config.env.kind={config.env.kind!r} has its own tasks and asks no question: --mode=chat '

@@ -58,16 +58,20 @@ def ks(n: int) -> list[int]:
 
 
 def groups(samples: Samples) -> list[Group]:
-  """Returns estimates over all questions, by data set, by hops, and by number of turns.
+  """Returns estimates over all questions, by environment of a mix, data set, hops and turns.
 
   Choice: a sample passes if its main score is 1 or more. By turns, a group holds the samples with
   that many turns, and has no pass@k, because turns are no property of a question. The mean of the
   data sets gives each the same weight.
   """
   questions = list(samples.values())
+  by_environment = _split(questions, lambda task: task.environment)
   by_dataset = _split(questions, lambda task: task.dataset)
   by_hops = _split(questions, lambda task: task.hops)
   result = [_group('all', questions)]
+  for name, part in by_environment.items():
+    if name:
+      result.append(_group(f'environment {name}', part))
   if len(by_dataset) > 1:
     result.append(_group('mean of the data sets', questions, weigh_datasets=True))
     for name, part in by_dataset.items():
@@ -125,10 +129,14 @@ def _group(name, questions, weigh_datasets=False, has_passes=True):
 
 
 def _scores(questions):
-  """Returns one value per question of each metric: the mean over its samples."""
+  """Returns one value per question of each metric that all have: the mean over its samples."""
   columns = collections.defaultdict(list)
   episodes = [episode for samples in questions for episode in samples]
-  names = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
+  names = [
+      name
+      for name in episodes[0].core_metrics
+      if all(name in episode.core_metrics for episode in episodes)
+  ]
   for samples in questions:
     for name in names:
       values = [episode.metrics.get(name, 0.0) for episode in samples]

@@ -57,8 +57,14 @@ def temperature(config: Config) -> float:
   return 0.0 if config.eval.samples == 1 else config.rollout.temperature
 
 
-def check_environment(name: str, env: factory.EnvFactory) -> None:
+def check_environment(config: Config, env: factory.EnvFactory) -> None:
   """Raises a UserError for an environment that a chat with one model cannot play."""
+  name = config.env.kind
+  if config.env.mix:
+    raise UserError(
+        'config.env.mix has several environments, and here one is played: set '
+        '--config.env.mix="()" and --config.env.kind'
+    )
   if env.is_program:
     raise UserError(
         f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve, or '
@@ -94,7 +100,7 @@ def row_keys(config: Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Arr
 
 def check_failures(config: Config, episodes: Sequence[types.Episode]) -> None:
   """Raises a RunError if retrieval or the environment failed in too many episodes."""
-  share = batches.failed_share(episodes)
+  share = batches.largest_share(batches.failed_share, episodes)
   if share > config.retriever.max_failed_share:
     raise RunError(
         f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '

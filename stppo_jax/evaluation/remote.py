@@ -54,7 +54,7 @@ class RemotePlayer(players.Player):
     if jax.process_count() > 1:
       raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)
-    players.check_environment(config.env.kind, parts.env)
+    players.check_environment(config, parts.env)
     self.tasks = parts.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model

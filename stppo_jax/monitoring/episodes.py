@@ -1,5 +1,6 @@
 """Metrics of a batch of episodes, and records of the episodes with per-token numbers."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -55,9 +56,10 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
   Core metrics are <name>/mean, the others env/<name>/mean, and the counts of an agent program
-  program/<name>/mean. An episode that never reported a metric counts as 0. Scores and metrics are
-  means over episodes, of which an agent program's may have several rows. The other numbers are
-  means over rows.
+  program/<name>/mean. An episode that never reported a metric counts as 0, if another episode of its
+  environment did. Scores and metrics are means over episodes, of which an agent program's may have
+  several rows. The other numbers are means over rows. The environments of a mix have
+  mix/<environment>/.., as roles have role/<role>/...
   """
   rows = [episode for episode in episodes if not episode.absent]
   groups: Any = np.arange(len(rows))[:, None]
@@ -85,10 +87,16 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
     metrics |= metrics_lib.summarize(name, values)
   core = dict.fromkeys(name for row in rows for name in row.core_metrics)
   reported = dict.fromkeys(name for row in rows for name in row.metrics)
+  reported_by = reported_metrics(rows)
   for name in core | reported:
     prefix = '' if name in core else 'env/'
-    values = [row.metrics.get(name, 0.0) for row in rows]
-    metrics[f'{prefix}{name}/mean'] = _mean(by_episode(values))
+    values = []
+    for row in rows:
+      if name in row.core_metrics or name in reported_by[row.task.environment]:
+        values.append(row.metrics.get(name, 0.0))
+    if len(values) == len(rows):  # else the rows are those of a mix, which has no agent programs
+      values = by_episode(values)
+    metrics[f'{prefix}{name}/mean'] = _mean(values)
   for name, values in program_counts(rows).items():
     metrics[f'program/{name}/mean'] = _mean(by_episode(values))
   num_turns = max(sum(lengths['stppo/agent_turns']), 1)
@@ -100,14 +108,24 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   metrics['env/environment_failed'] = batches.environment_failed_share(rows)
   metrics['env/prompt_too_long'] = _mean(counts('prompt_too_long'))
   num_tokens = max(sum(lengths['stppo/agent_tokens']), 1)
-  by_role: dict[str, list[types.Episode]] = {}
+  parts: dict[str, list[types.Episode]] = {}
   for episode in episodes:
     if episode.role:
-      by_role.setdefault(episode.role, []).append(episode)
-  for role, role_episodes in by_role.items():
-    for name, number in _role_metrics(role_episodes, num_tokens).items():
-      metrics[f'role/{role}/{name}'] = number
+      parts.setdefault(f'role/{episode.role}', []).append(episode)
+    if episode.task.environment:
+      parts.setdefault(f'mix/{episode.task.environment}', []).append(episode)
+  for part, part_episodes in parts.items():
+    for name, number in _part_metrics(part_episodes, num_tokens).items():
+      metrics[f'{part}/{name}'] = number
   return metrics
+
+
+def reported_metrics(episodes: Sequence[types.Episode]) -> dict[str, set[str]]:
+  """Returns the names of the metrics that the episodes of each environment reported."""
+  names: dict[str, set[str]] = collections.defaultdict(set)
+  for episode in episodes:
+    names[episode.task.environment].update(episode.metrics)
+  return names
 
 
 def program_counts(rows: Sequence[types.Episode]) -> dict[str, list[float]]:
@@ -116,15 +134,17 @@ def program_counts(rows: Sequence[types.Episode]) -> dict[str, list[float]]:
   return {name: [row.counts.get(name, 0.0) for row in rows] for name in names}
 
 
-def _role_metrics(episodes, num_tokens):
-  """Returns share of the tokens, score, turns, length and core metrics of a role.
+def _part_metrics(episodes, num_tokens):
+  """Returns share of the tokens, score, turns, length and core metrics of a role or environment.
 
-  `absent` is the share of episodes in which the role never moved. The other numbers are over the
-  rows in which it did.
+  `absent` is the share of rows whose role never moved. The other numbers are over the other rows.
   """
   rows = [episode for episode in episodes if not episode.absent]
   own_tokens = sum(map(_num_tokens, rows))
-  metrics = {'absent': 1 - len(rows) / len(episodes), 'token_share': own_tokens / num_tokens}
+  metrics = {}
+  if episodes[0].role:
+    metrics['absent'] = 1 - len(rows) / len(episodes)
+  metrics['token_share'] = own_tokens / num_tokens
   if rows:
     scores = [row.score for row in rows]
     num_turns = [len(row.turns) for row in rows]

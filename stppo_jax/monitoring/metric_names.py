@@ -167,7 +167,9 @@ GROUPS: dict[str, dict[str, str]] = {
     'Held-out scores': {
         'val-core/all/<name>': 'Mean of a score over all held-out questions.',
         'val-core/macro/<name>': 'Mean over the data sets, each with the same weight.',
-        'val-core/<dataset>/<name>': 'Mean of a score over the questions of one data set.',
+        'val-core/<dataset>/<name>': (
+            'Mean of a score over the questions of one data set, or of one environment of a mix.'
+        ),
         'val-core/all/<name>_hops<n>': 'The main score of questions that combine n facts.',
         'val-aux/{all,<dataset>}/<name>': 'Another metric of the environment.',
         'val-program/<name>': 'Counts of an agent program, as in program/.',
@@ -186,6 +188,12 @@ GROUPS: dict[str, dict[str, str]] = {
         'role/<role>/absent': 'Share of episodes in which the role never moved.',
         'role/<role>/token_share': 'Share of all tokens of agents that this role wrote.',
         'role/<role>/<metric>': 'The metric of the same name, over the rows of one role.',
+    },
+    'Environments of a mix': {
+        'mix/<environment>/{score,agent_turns,agent_tokens}/mean': 'Episodes of one environment.',
+        'mix/<environment>/<name>/mean': 'A score of one environment.',
+        'mix/<environment>/token_share': 'Share of all tokens of the agent in this environment.',
+        'mix/<environment>/absent': 'With roles: share of rows whose role never moved.',
     },
     'Mixture of experts': {
         'moe/load_{max,min,std}': (

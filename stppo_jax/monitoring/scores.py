@@ -23,31 +23,36 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
 
   val-role/<role>/<name>       score and core metrics of the rows of a role, if there are roles
 
+  The environments of a mix have val-core/<environment>/.. and val-aux/<environment>/.. as the data
+  sets have.
+
   An episode whose retrieval failed counts with the score that it got without the passages, and
   val-aux/retrieval_failed is the share of such episodes. A prompt that is too long counts as wrong.
   An episode whose environment raised keeps the rewards before. A metric that an episode never
-  reported counts as 0. Means are over rows. Rows of an agent that never moved are left out.
+  reported counts as 0, if another episode of its environment did. Means are over rows. Rows of an
+  agent that never moved are left out.
   """
   rows = list(map(_alone, episodes))
   outcome_counts = outcomes.count(rows)
   episodes = [episode for episode in episodes if not episode.absent]
   datasets = dict.fromkeys(episode.task.dataset for episode in episodes)
   core_names = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
-  reported = {name for episode in episodes for name in episode.metrics}
-  other_names = reported - core_names.keys()
+  reported = episodes_lib.reported_metrics(episodes)
   values: dict[str, list[float]] = collections.defaultdict(list)
   for episode in episodes:
     core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
     core['score'] = episode.score
+    task = episode.task
+    parts = dict.fromkeys(('all', task.environment or 'all', task.dataset))
     for name, value in core.items():
-      values[f'val-core/all/{name}'].append(value)
-      values[f'val-core/{episode.task.dataset}/{name}'].append(value)
+      for part in parts:
+        values[f'val-core/{part}/{name}'].append(value)
       if episode.role:
         values[f'val-role/{episode.role}/{name}'].append(value)
-    for name in other_names:
+    for name in reported[task.environment].difference(episode.core_metrics):
       value = episode.metrics.get(name, 0.0)
-      values[f'val-aux/all/{name}'].append(value)
-      values[f'val-aux/{episode.task.dataset}/{name}'].append(value)
+      for part in parts:
+        values[f'val-aux/{part}/{name}'].append(value)
     if episode.task.hops:
       main = next(iter(core))
       values[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)

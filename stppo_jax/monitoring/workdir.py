@@ -119,7 +119,8 @@ def _check_same_run(workdir, saved, record, may_change, accepts_changes):
         'Give another --workdir, or the same config'
     )
   for field in _changed_plugins(saved, record['plugins']):
-    changed = f'what config.{field}={flatten(record)[field]!r} names has changed'
+    value = f'={here[field]!r}' if field in here else ''  # none for an item of a setting
+    changed = f'what config.{field}{value} names has changed'
     if not accepts_changes:
       raise UserError(
           f'--workdir={workdir!r}: {changed} since the run began: give another --workdir, the '

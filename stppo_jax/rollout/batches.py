@@ -120,7 +120,8 @@ class Batches:
       equal = [i for i, group in groups.items() if not has_spread(group)]
       if not equal:
         break
-      further = self.stream.further(number - 1, len(rounds), len(equal), used)
+      replaced = [questions[i] for i in equal]
+      further = self.stream.further(number - 1, len(rounds), replaced, used)
       used |= {task.id for task in further}
       new_questions = dict(zip(equal, further, strict=True))
       round_key = jax.random.fold_in(key, len(rounds))
@@ -355,7 +356,7 @@ def play_through(
   started = time.monotonic()
   wait_s = _FIRST_WAIT_S
   source = 'the environment' if retriever is None else 'retrieval'
-  while (share := failed_share(episodes)) > max_failed_share:
+  while (share := largest_share(failed_share, episodes)) > max_failed_share:
     address = getattr(retriever, 'address', '')
     failure = getattr(retriever, 'last_failure', '')
     where = f' ({address}: {failure})' if address else ''
@@ -389,6 +390,16 @@ def pause(seconds: float, all_stop: StopSignal) -> None:
     seconds -= 1.0
 
 
+def largest_share(
+    share: Callable[[Sequence[types.Episode]], float], episodes: Sequence[types.Episode]
+) -> float:
+  """Returns the largest share among the environments of a mix, so that none can fail unnoticed."""
+  by_environment: dict[str, list[types.Episode]] = collections.defaultdict(list)
+  for episode in episodes:
+    by_environment[episode.task.environment].append(episode)
+  return max(map(share, by_environment.values()), default=0.0)
+
+
 def failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which a search failed."""
   return sum(episode.search_failed for episode in episodes) / max(len(episodes), 1)
@@ -415,7 +426,7 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
   The code of the environment failed, so waiting and playing again would not help. All processes
   have the same episodes and raise the error together, so that the run can be saved.
   """
-  share = environment_failed_share(episodes)
+  share = largest_share(environment_failed_share, episodes)
   if share > max_failed:
     first = next(episode.error for episode in episodes if episode.error)
     raise types.RunError(

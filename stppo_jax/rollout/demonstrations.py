@@ -183,8 +183,9 @@ class Demonstrator:
   def _play(self, task, group, seed, player_seed, number):
     """Plays one episode with a player for each role; returns its rows."""
     env = self.env(task, seed, self.guard)
+    kind = self.env.of(task)
     framing = tokenizer_lib.make_framing(
-        self.tokenizer, self.env.frame, self.limits.max_observation_tokens
+        self.tokenizer, kind.frame, self.limits.max_observation_tokens
     )
     rules = episode_lib.EpisodeRules(self.env, self.limits, strict=self.strict)
     state = episode_lib.EpisodeState(task, framing, rules, group, number)
@@ -203,7 +204,7 @@ class Demonstrator:
       if not text:
         state.end(truncated=True)
         break
-      tokens = self._encode(text, state.opening)[: prompt.budget]
+      tokens = self._encode(text, state.opening, kind.stop_strings)[: prompt.budget]
       action = state.action_text(tokens)
       (outcome,) = stepping.step_all([env], [action])
       turn = types.Turn(tokens, np.full(len(tokens), np.nan, np.float32))
@@ -213,7 +214,7 @@ class Demonstrator:
       row.demonstrated = True
     return state.episodes
 
-  def _encode(self, text, opening):
+  def _encode(self, text, opening, stop_strings):
     """Returns the tokens of a turn: a stop string ends it, or else the eos token.
 
     The tag of a thought that the prompt has opened is not repeated.
@@ -223,7 +224,7 @@ class Demonstrator:
     if opening:
       text = text.lstrip().removeprefix(opening.rstrip()).lstrip()
     ids = self.tokenizer.encode(text)
-    if not text.endswith(self.env.stop_strings):
+    if not text.endswith(stop_strings):
       ids += self.tokenizer.eos_ids[:1]
     return np.array(ids, np.int32)
 

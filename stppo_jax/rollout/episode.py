@@ -62,7 +62,7 @@ class EpisodeInputs:
 class EpisodeRules:
   """How episodes are played."""
 
-  env: factory.EnvFactory  # its frame, roles and core metrics count here
+  env: factory.EnvFactory  # its frames, roles, ends of turns and core metrics count here
   limits: EpisodeLimits
   step_envs: stepping.StepEnvs = stepping.step_all
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
@@ -86,9 +86,11 @@ def play(
   speed of any environment. With threads, environments have to lock what they share.
   """
   started = time.perf_counter()
-  framing = tokenizer_lib.make_framing(
-      tokenizer, rules.env.frame, rules.limits.max_observation_tokens
-  )
+  framings = {}
+  for frame in rules.env.frames:
+    framings[frame] = tokenizer_lib.make_framing(
+        tokenizer, frame, rules.limits.max_observation_tokens
+    )
   num_roles = rules.env.rows_per_episode
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
@@ -96,6 +98,7 @@ def play(
   seeds = reset_seeds(inputs.keys, inputs.tasks)
   resets = rules.map_resets(stepping.reset, inputs.envs, seeds)
   for task, group, reset in zip(inputs.tasks, inputs.groups, resets, strict=True):
+    framing = framings[rules.env.of(task).frame]
     state = EpisodeState(task, framing, rules, group, len(states))
     prompt = state.observe(*reset)
     states.append(state)
@@ -211,11 +214,13 @@ class EpisodeState:
     self._framing = framing
     self._limits = rules.limits
     self._strict = rules.strict
-    self._skips_thoughts = rules.env.skips_thoughts
-    self._stop_strings = rules.env.stop_strings
+    env = rules.env.of(task)
+    self._first_state = rules.env.first_state(task)
+    self._skips_thoughts = env.skips_thoughts
+    self._stop_strings = env.stop_strings
     self._budget = 0  # most tokens of the turn that follows
     self._num_cut: collections.Counter[str] = collections.Counter()  # turns by role
-    self._roles = rules.env.roles or ('',)
+    self._roles = env.roles or ('',)
     self._number = number
     # The samples of a question are compared per role: each role of a group has its own group.
     self.episodes = [
@@ -224,7 +229,7 @@ class EpisodeState:
             group=group * len(self._roles) + r,
             prompt=np.zeros((0,), np.int32),
             turns=[],
-            core_metrics=rules.env.core_metrics,
+            core_metrics=env.core_metrics,
             role=role,
             number=number if role else None,
         )
@@ -320,9 +325,9 @@ class EpisodeState:
     room = limits.max_total_tokens - length
     budget = min(limits.max_turn_tokens, room)
     self._budget = budget
-    stop_state = 0
+    stop_state = self._first_state
     if self._skips_thoughts and self._framing.tokenizer.opening(ids):
-      stop_state = tokenizer_lib.THOUGHT_STATE
+      stop_state += tokenizer_lib.THOUGHT_STATE
     return sequences.Prompt(ids, budget, self.sequence, stop_state)
 
   def _fail(self, info, when):

@@ -7,6 +7,7 @@ parts are in sections/, and the tables below say which setting imports them.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import json
 import math
@@ -96,6 +97,7 @@ _CONFIG_SECTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (lambda config: bool(config.rollout.demonstrations), 'demonstrations:check'),
     (lambda config: config.rollout.allocation != 'even', 'allocation:check'),
     (lambda config: bool(config.data.columns), 'data_columns:check'),
+    (lambda config: bool(config.env.mix), 'mix:check'),
 )
 # The same for rules that also read the objective.
 _VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (
@@ -103,6 +105,7 @@ _VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (
     (lambda config, variant: config.teacher.is_given, 'teacher:check'),
     (lambda config, variant: bool(config.rollout.demonstrations), 'demonstrations:check_variant'),
     (lambda config, variant: variant.compares_rows, 'row_objective:check'),
+    (lambda config, variant: bool(config.env.mix), 'mix:check_variant'),
 )
 
 
@@ -117,7 +120,27 @@ def validate(config: Config) -> Config:
   _check_sizes(config)
   _check_sections(_CONFIG_SECTIONS, config)
   _check_adapters(config)
+  _check_mix(config)
   return config
+
+
+def _check_mix(config):
+  """Checks each environment of a mix as a run with this environment alone."""
+  if not config.env.mix:
+    return
+  parts = plugins.resolve('stppo_jax.settings.sections.mix:parts')
+  for part in parts(config):
+    with explain(part.name):
+      validate(part.config)
+
+
+@contextlib.contextmanager
+def explain(name: str) -> Iterator[None]:
+  """Context manager in which errors name an environment of config.env.mix."""
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f'{name} of config.env.mix: {error}') from error
 
 
 def _check_sections(sections, *given):
@@ -197,6 +220,8 @@ def _check_environment(config: Config) -> None:
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
         '--config.retriever.encoder=FOLDER, a model such as e5-base-v2 in Hugging Face format'
     )
+  if config.env.mix:  # each of its environments is checked alone
+    return
   kind = config.env.kind
   tools = config.env.tools
   if kind == 'tools' and not tools:

@@ -26,6 +26,7 @@ from stppo_jax.text import thoughts
 
 CLOSING_TAG = '</information>'
 THOUGHT_STATE = 1  # where a `stop_automaton` that skips thoughts begins if a turn begins in one
+TurnEnd = tuple[tuple[str, ...], bool]  # (stop strings, whether none of them counts in a thought)
 
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
@@ -380,17 +381,28 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
 def stop_automaton(
     token_bytes: Sequence[bytes], stop_strings: Sequence[str], skips_thoughts: bool = False
 ) -> np.ndarray:
-  """Returns the next state after each token: [states, V] int32; 0 = start, last = stopped.
+  """Returns `joint_stop_automaton` of turns that all end in the same way."""
+  return joint_stop_automaton(token_bytes, [(tuple(stop_strings), skips_thoughts)])
+
+
+def joint_stop_automaton(token_bytes: Sequence[bytes], turn_ends: Sequence[TurnEnd]) -> np.ndarray:
+  """Returns the next state after each token: [states, V] int32; the last state = stopped.
 
   An Aho-Corasick automaton over bytes, lifted to tokens by following each token's bytes. So a stop
-  string is found across tokens, inside one, or followed by more bytes of its token. With
-  `skips_thoughts` none is found in a thought, and `THOUGHT_STATE` begins a turn in one.
+  string is found across tokens, inside one, or followed by more bytes of its token. A turn that
+  ends by `turn_ends[i]` begins in `first_states(turn_ends)[i]`, which is 0 for the first. If its
+  stop strings are not found in thoughts, a turn that begins in a thought begins `THOUGHT_STATE`
+  states later.
   """
-  patterns = [text.encode('utf-8') for text in stop_strings]
-  modes: list[dict[bytes, int | None]] = [dict.fromkeys(patterns)]
-  if skips_thoughts:
-    modes[0][thoughts.OPEN.encode()] = THOUGHT_STATE
-    modes.append({thoughts.CLOSE.encode(): 0})
+  modes: list[dict[bytes, int | None]] = []
+  for stop_strings, skips_thoughts in turn_ends:
+    start = len(modes)
+    patterns = [text.encode('utf-8') for text in stop_strings]
+    mode: dict[bytes, int | None] = dict.fromkeys(patterns)
+    modes.append(mode)
+    if skips_thoughts:
+      mode[thoughts.OPEN.encode()] = start + THOUGHT_STATE
+      modes.append({thoughts.CLOSE.encode(): start})
   steps = _byte_automaton(modes)
   lengths = np.array([*map(len, token_bytes)], np.int64)
   starts = np.cumsum(lengths) - lengths
@@ -404,6 +416,12 @@ def stop_automaton(
     before = table[:, longer]
     table[:, longer] = steps[before, next_bytes[None]]
   return table
+
+
+def first_states(turn_ends: Sequence[TurnEnd]) -> list[int]:
+  """Returns the state of `joint_stop_automaton` in which a turn of each of these ends begins."""
+  sizes = [1 + skips_thoughts for _, skips_thoughts in turn_ends]
+  return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def _byte_automaton(modes: Sequence[Mapping[bytes, int | None]]) -> np.ndarray:

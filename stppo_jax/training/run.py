@@ -185,7 +185,7 @@ def make_batches(
   return make(
       agent,
       policy,
-      tasks_lib.TaskStream(tasks, config.train.episodes // group_size, config.seed),
+      _make_stream(config, tasks),
       group_size,
       config.seed,
       config.retriever.max_failed_share,
@@ -197,6 +197,17 @@ def make_batches(
       demonstrator=_make_demonstrator(config, agent, stop_signal),
       allocation=_make_allocation(config),
   )
+
+
+def _make_stream(config, tasks):
+  """Makes the order of the tasks."""
+  if not config.env.mix:
+    per_batch = config.train.episodes // config.rollout.group_size
+    return tasks_lib.TaskStream(tasks, per_batch, config.seed)
+  from stppo_jax.data import mix
+
+  counts = components.mix_rules().questions_per_batch(config)
+  return mix.MixStream(tasks, counts, config.seed)
 
 
 def _make_allocation(config):
@@ -319,11 +330,12 @@ def _compiling_ahead(parts, learners, num_updates):
   """Context manager in which the update is compiled, while other things are done.
 
   Choice: nothing is compiled ahead where the rows of a batch are not known. The episodes of an
-  agent program, and saved ones, have any number of them.
+  agent program, and saved ones, have any number of them. Batches of a mix may have a further
+  column, with the weights of their rows.
   """
   config = parts.config
   env = parts.env
-  if num_updates > 0 and not (env.is_program or config.rollout.replay):
+  if num_updates > 0 and not (env.is_program or config.rollout.replay or config.env.mix):
     learners.compile_ahead(config.train.episodes, config.rollout.group_size, env.roles)
   try:
     yield
@@ -435,6 +447,8 @@ class Run:
     with self.timing('wait'):
       number = n + self.progress.skipped_batches
       self.sampled = self.pipeline.take(self.learners.start_actor, number)
+    if self.config.env.mix:
+      components.mix_rules().weigh(self.config, self.sampled.episodes)
     components.check_jax()  # the code of users has run
     return self.sampled
 

@@ -1,0 +1,80 @@
+"""The environments of config.env.mix as one factory: each task is played by its own environment."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from stppo_jax import types
+from stppo_jax.envs import factory
+from stppo_jax.envs import guard as guard_lib
+from stppo_jax.envs import protocol
+from stppo_jax.text import tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class MixFactory(factory.EnvFactory):
+  """Several environments with the same roles. `combine` makes it.
+
+  The attributes of an `EnvFactory` are those that all environments have in common. `of(task)` has
+  those of one environment.
+  """
+
+  parts: Mapping[str, factory.EnvFactory] = dataclasses.field(default_factory=dict)
+
+  @property
+  def frames(self) -> tuple[str, ...]:
+    """The frames of all environments."""
+    return tuple(dict.fromkeys(part.frame for part in self.parts.values()))
+
+  @property
+  def turn_ends(self) -> tuple[tokenizer.TurnEnd, ...]:
+    """What ends the turns of all environments."""
+    return tuple(dict.fromkeys(part.turn_end for part in self.parts.values()))
+
+  def of(self, task: types.Task) -> factory.EnvFactory:
+    """Returns the factory that makes the environment of a task."""
+    return self.parts[task.environment]
+
+  def __call__(
+      self, task: types.Task, seed: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
+  ) -> protocol.Env:
+    """Makes the environment of one episode, which gets the task without the name of the mix."""
+    assert isinstance(task, types.MixTask) and task.own is not None
+    return self.of(task)(task.own, seed, guard)
+
+
+def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
+  """Returns the factory of the environments of a mix, by their names.
+
+  UserError: their episodes have other roles, so that they cannot be rows of one batch.
+  """
+  by_roles: dict[tuple[str, ...], str] = {}
+  for name, part in parts.items():
+    by_roles.setdefault(part.roles, name)
+  if len(by_roles) > 1:
+    described = []
+    for roles, name in by_roles.items():
+      described.append(f'{name} has {", ".join(roles) or "one agent"}')
+    raise types.UserError(
+        f'config.env.mix: {", and ".join(described)}: the environments of a mix need the same '
+        'roles, so train the others in a run of their own'
+    )
+
+  def common(name: str, default: Any) -> Any:
+    """Returns the attribute of all environments, or the default where they differ."""
+    values = [getattr(part, name) for part in parts.values()]
+    return values[0] if values.count(values[0]) == len(values) else default
+
+  frames = [part.frame for part in parts.values()]
+  return MixFactory(
+      make=combine,  # is never called: `MixFactory` calls those of the environments
+      settings={},
+      stop_strings=common('stop_strings', ()),
+      # Which prompt the embedded model gets: one environment with turns needs its chat template.
+      frame=next((frame for frame in frames if frame != 'inline'), 'inline'),
+      core_metrics=common('core_metrics', ()),
+      roles=common('roles', ()),
+      uses_global_random=any(part.uses_global_random for part in parts.values()),
+      stops_in_thoughts=common('stops_in_thoughts', True),
+      parts=dict(parts),
+  )
