@@ -2,7 +2,6 @@
 
 import collections
 import json
-import os
 import tempfile
 
 from absl.testing import absltest

@@ -56,9 +56,9 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
   Core metrics are <name>/mean, the others env/<name>/mean, and the counts of an agent program
-  program/<name>/mean. An episode that never reported a metric counts as 0, if another episode of its
-  environment did. Scores and metrics are means over episodes, of which an agent program's may have
-  several rows. The other numbers are means over rows. The environments of a mix have
+  program/<name>/mean. An episode that never reported a metric counts as 0, if another episode of
+  its environment did. Scores and metrics are means over episodes, of which an agent program's may
+  have several rows. The other numbers are means over rows. The environments of a mix have
   mix/<environment>/.., as roles have role/<role>/...
   """
   rows = [episode for episode in episodes if not episode.absent]

@@ -58,9 +58,10 @@ def check(config: Config) -> None:
   environments = parts(config)
   names = [part.name for part in environments]
   for name in names:
-    if names.count(name) > 1:
+    count = names.count(name)
+    if count > 1:
       raise UserError(
-          f"config.env.mix: {names.count(name)} environments are called {name!r}: give each a 'name'"
+          f"config.env.mix: {count} environments are called {name!r}: give each its own 'name'"
       )
   for part in environments:
     if part.config.env.is_program:
