@@ -12,6 +12,7 @@ the folder that config.model.folder names.
 """
 
 import argparse
+import collections
 from collections.abc import Iterable
 from collections.abc import Sequence
 import importlib.util
@@ -132,7 +133,11 @@ def tasks_of(config, named: components.Components, number: int) -> Iterable[Task
   if config.data.source == 'embedded' and not asks_questions:
     return [Task(str(FIRST_SEED + i), seed=FIRST_SEED + i) for i in range(number)]
   questions = named.load_tasks(config.data.train_split)
-  return itertools.islice(itertools.cycle(questions), number)
+  by_environment = collections.defaultdict(list)  # of a mix, which take turns
+  for task in questions:
+    by_environment[task.environment].append(task)
+  turns = zip(*map(itertools.cycle, by_environment.values()))
+  return itertools.islice(itertools.chain.from_iterable(turns), number)
 
 
 def play(kind: factory.EnvFactory, make_player, task: Task, seed: int) -> list[Played]:

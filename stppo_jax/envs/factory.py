@@ -21,8 +21,8 @@ ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end 
 # Names, and groups of names, of the run's own metrics. A core metric would take their place.
 _OF_THE_RUN = frozenset(
     'absent actor advantages agent_tokens agent_turns critic demonstrations engine env health mix '
-    'moe num_turns outcome perf pipeline program prompt_length response_length returns role rollout '
-    'rollout_corr score stppo timing_s token_share train values'.split()
+    'moe num_turns outcome perf pipeline program prompt_length response_length returns role '
+    'rollout rollout_corr score stppo timing_s token_share train values'.split()
 )
 _LOOKS_LIKE_ANOTHER = re.compile(r'^pass[@^]|^val-|_hops\d+$')
 
