@@ -64,6 +64,8 @@ ENTRY %main (a: f32[2,4]) -> f32[2,4] {
   %while.2 = (s32[], bf16[16]) while(%t), condition=%condition.2, body=%body.2
   %all-gather-start.2 = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), channel_id=2
   %all-gather-done.2 = f32[8,4]{1,0} all-gather-done(%all-gather-start.2)
+  %send.2 = (f32[4,8]{1,0}, u32[], token[]) send(%c, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %send.4 = (f32[4,8]{1,0}, u32[], token[]) send(%c, %token), channel_id=4, is_host_transfer=true
   ROOT %reduce-scatter.3 = f32[2,4]{1,0} reduce-scatter(%b), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
 }
 """  # noqa: E501
@@ -78,9 +80,10 @@ class CountsTest(absltest.TestCase):
         {
             'all-gather': (5 + 1, 6 * 8 * 4 * 4),  # six results of [8,4] float32
             'all-reduce': (3, 3 * 16 * 2),
-            'reduce-scatter': (1, 4 * 2 * 4 * 4),
+            'reduce-scatter': (1, 4 * 2 * 4 * 4),  # four times the result goes in
+            'send': (1, 4 * 8 * 4),  # to another slice, and on a channel that is not its own
         },
-    )  # four times the result goes in
+    )
 
   def test_a_sharded_contraction_needs_an_all_reduce(self):
     mesh = sharding.make_mesh(1, 8, 1)
@@ -399,6 +402,8 @@ class PlanTest(parameterized.TestCase):
       ('h100:1x1x8', 'jax_plugins.xla_cuda13', 'cuda'),
       ('b200:1x1x8', 'jax_plugins.xla_cuda13', 'cuda'),
       ('v7x:2x2x4', 'libtpu', 'tpu7x:2x2x4'),
+      ('2xv7x:2x2x4', 'libtpu', 2),
+      ('16xv5e:4x4', 'libtpu', 16),
   )
   def test_each_plugin_and_chip_is_accepted(self, topology, package, asked):
     described = mock.Mock(devices=['device'])
@@ -411,6 +416,34 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(devices, ['device'])
     self.assertIn(chip.name, [known.name for known in topologies.CHIPS.values()])
     self.assertIn(asked, [*describe.call_args.args, *describe.call_args.kwargs.values()])
+
+  @parameterized.parameters('0xv5e:4x4', '2xh100:1x1x8', '2x2xv5e:4x4', 'xv5e:4x4', '2xv5e')
+  def test_other_numbers_of_slices_are_refused(self, topology):
+    with self.assertRaisesRegex(UserError, '2xv5e:8x8 for two slices'):
+      topologies.devices_of(topology)
+
+  def test_slices_hold_whole_copies_of_the_model(self):
+    """Two slices of 2 x 2 chips, whose ids alternate."""
+    chips = [
+        mock.Mock(
+            platform='tpu',
+            device_kind='TPU v5 lite',
+            id=2 * number + slice_index,
+            process_index=slice_index,
+            slice_index=slice_index,
+            coords=(number % 2, number // 2, 0),
+            core_on_chip=0,
+        )
+        for number in range(4)
+        for slice_index in range(2)
+    ]
+    placed = sharding._over_slices((4, 2, 1), 2, chips)
+    slices = [chip.slice_index for chip in placed.flat]
+    self.assertEqual(placed.shape, (4, 2, 1))
+    self.assertEqual(slices, [0, 0, 0, 0, 1, 1, 1, 1])
+    for sizes in ((1, 8, 1), (-1, 8, 1)):
+      with self.assertRaisesRegex(UserError, 'data=1 cannot be split over 2 slices'):
+        sharding.make_mesh(*sizes, chips)
 
   def test_compiler_errors_are_explained(self):
     taken = topologies.explained(

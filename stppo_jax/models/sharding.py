@@ -78,7 +78,8 @@ def make_mesh(
   """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
 
   If all sizes are given, one process may use fewer devices than it sees: the first ones. The
-  devices of several processes, as in a plan, are all needed.
+  devices of several processes, as in a plan, are all needed. Slices of TPUs hold whole copies of
+  the model, so that only gradients cross the slower network between them.
   """
   if devices is None:
     devices = jax.devices()
@@ -97,7 +98,29 @@ def make_mesh(
         'of them may be -1 and takes what is left'
     ) from None
   axis_types = (jax.sharding.AxisType.Auto,) * len(AXES)
+  num_slices = 1
+  if used[0].platform == 'tpu':
+    num_slices = len({getattr(device, 'slice_index', None) for device in used})
+  if num_slices > 1:
+    return jax.sharding.Mesh(_over_slices(grid.shape, num_slices, used), AXES, axis_types)
   return jax.make_mesh(grid.shape, AXES, axis_types=axis_types, devices=used)
+
+
+def _over_slices(sizes, num_slices, devices):
+  """Returns the devices of several slices as an array of these sizes, a slice after the other."""
+  from jax.experimental import mesh_utils
+
+  data, *others = sizes
+  if data % num_slices:
+    raise UserError(
+        f'config.mesh.data={data} cannot be split over {num_slices} slices, each of which holds '
+        f'whole copies of the model: set config.mesh.data to a multiple of {num_slices}'
+    )
+  within = (data // num_slices, *others)
+  between = (num_slices, *[1] * len(others))
+  return mesh_utils.create_hybrid_device_mesh(
+      within, between, devices, allow_split_physical_axes=True
+  )
 
 
 def check_rows(mesh: jax.sharding.Mesh, **counts: int) -> None:

@@ -9,7 +9,16 @@ import dataclasses
 import math
 import re
 
-KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+# A program for several slices of TPUs sends what leaves a slice through the host.
+BETWEEN_SLICES = 'send'
+KINDS = (
+    'all-reduce',
+    'all-gather',
+    'reduce-scatter',
+    'all-to-all',
+    'collective-permute',
+    BETWEEN_SLICES,
+)
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) .*\{$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
 _SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
@@ -41,18 +50,21 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
 
   def add_collective(kind, times, instruction, channels):
     result, opcode, line = instruction
-    channel = re.search(r'channel_id=(\d+)', line)
-    if channel and channel[1] in channels:
+    found = re.search(r'channel_id=(\d+)', line)
+    channel = found and (kind, found[1])
+    if channel and channel in channels:
       return
-    channels.add(channel and channel[1])
+    channels.add(channel)
     count[kind] += times
-    size[kind] += times * _moved(kind, opcode != kind, result, line)
+    has_operands = opcode != kind or kind == BETWEEN_SLICES
+    size[kind] += times * _moved(kind, has_operands, result, line)
 
   def walk(name, times, channels):
     for instruction in computations.get(name, ()):
       _, opcode, line = instruction
       kind = opcode.removesuffix('-start')
-      if kind in KINDS:
+      is_other_send = kind == BETWEEN_SLICES and 'megascale' not in line
+      if kind in KINDS and not is_other_send:
         add_collective(kind, times, instruction, channels)
       elif not opcode.endswith(('-done', '-update')):
         trips = 1
@@ -109,14 +121,14 @@ def _computations(text):
   return entry, computations
 
 
-def _moved(kind, is_async, result, line):
+def _moved(kind, has_operands, result, line):
   """Returns the bytes of a collective's results, or of its operands for a reduce-scatter."""
   sizes = []
   for dtype, dims in _SHAPE.findall(result):
-    if dims or not is_async:
+    if dims or not has_operands:
       lengths = [int(length) for length in dims.split(',') if length]
       sizes.append(math.prod(lengths) * _item_bytes(dtype))
-  if is_async and kind != 'all-reduce':  # (operands, results)
+  if has_operands and kind != 'all-reduce':  # (operands, results)
     half = len(sizes) // 2
     return max(sum(sizes[:half]), sum(sizes[half:]))
   moved = sum(sizes)

@@ -111,6 +111,15 @@ class Plan:
     return total + (self.rollout.seconds if self.rollout else 0.0)
 
   @property
+  def sent_between_slices(self) -> int:
+    """Bytes that each device sends to other slices of TPUs in an update; 0 in one slice."""
+    total = 0
+    for program in self.programs:
+      sent = [c.bytes for c in program.collectives if c.kind == hlo.BETWEEN_SLICES]
+      total += program.runs * sum(sent)
+    return total
+
+  @property
   def fits(self) -> bool:
     """Whether every program leaves the headroom free."""
     return all(program.peak <= self.limit for program in self.programs)
@@ -283,7 +292,8 @@ def _estimate(program, plan):
   """Fills in the roofline's time: the slowest of compute, memory and links, if they overlapped.
 
   Memory traffic is everything that the program holds, once. A decoded token has its own formula in
-  roofline.py. An all-reduce sends its bytes twice.
+  roofline.py. An all-reduce sends its bytes twice. The network between slices has no figures, and
+  does not count.
   """
   chip = plan.chip
   if program.name == 'decode':
@@ -297,6 +307,8 @@ def _estimate(program, plan):
   memory_s = (program.arguments + program.temporaries) / chip.bandwidth
   sent = 0
   for collective in program.collectives:
+    if collective.kind == hlo.BETWEEN_SLICES:
+      continue
     times = 2 if collective.kind == 'all-reduce' else 1
     sent += times * collective.bytes
   program.seconds = max(compute_s, memory_s, sent / chip.link)

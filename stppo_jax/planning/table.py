@@ -67,8 +67,15 @@ def _work(plan):
         if collective.kind == kind:
           cell = f'{collective.count} x, {collective.bytes / 1e9:.3g}'
       cells.append(cell)
+    name = 'between slices' if kind == hlo.BETWEEN_SLICES else kind
     if set(cells) != {'-'}:
-      yield _row(f'{kind}, GB per device', *cells)
+      yield _row(f'{name}, GB per device', *cells)
+  if plan.sent_between_slices:
+    each = plan.sent_between_slices
+    yield (
+        f'each device sends {each / 1e9:.3g} GB to other slices per update, all devices '
+        f'{plan.mesh.size * each / 1e9:.3g} GB; the estimates of time leave this network out'
+    )
 
 
 def _times(plan):

@@ -52,8 +52,9 @@ KINDS = {
     'TPU7x': 'v7x',
 }
 FORMS = (
-    'v5e:8x8, v6e:4x4, v5p:4x4x4, v7x:2x2x4 and other sizes (even numbers of chips), h100:1x1x8, '
-    'h200:1x1x8, b200:1x1x8 (1 x hosts x GPUs per host), or nothing for the devices here'
+    'v5e:8x8, v6e:4x4, v5p:4x4x4, v7x:2x2x4 and other sizes (even numbers of chips), 2xv5e:8x8 for '
+    'two slices, h100:1x1x8, h200:1x1x8, b200:1x1x8 (1 x hosts x GPUs per host), or nothing for '
+    'the devices here'
 )
 # Stops libtpu from querying the network for the kind of machine, and from logging about it.
 TPU_ENVIRONMENT = {
@@ -107,7 +108,9 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
   """Returns (devices, Chip) for a topology such as 'v5e:8x8', or for '' the attached devices."""
   if not topology:
     return _local_devices()
-  name, _, shape = topology.partition(':')
+  has_slices = re.fullmatch(r'([1-9]\d*)x(v\w+:.*)', topology)
+  num_slices, one_slice = has_slices.groups() if has_slices else (1, topology)
+  name, _, shape = one_slice.partition(':')
   forms = r'\d+x\d+x\d+' if name in ('v5p', 'v7x', *GPUS) else r'\d+x\d+'
   if name not in CHIPS or not re.fullmatch(forms, shape):
     raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
@@ -124,8 +127,9 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
       target = TARGET.format(memory=CHIPS[name].memory, **GPUS[name]._asdict())
       description = topologies.get_topology_desc(name, 'cuda', target_config=target, topology=shape)
     else:
-      known_as = topology.replace('v7x', 'tpu7x')
-      description = topologies.get_topology_desc(platform='tpu', topology_name=known_as)
+      known_as = one_slice.replace('v7x', 'tpu7x')
+      options = {'num_slices': int(num_slices)} if has_slices else {}
+      description = topologies.get_topology_desc(known_as, 'tpu', **options)
   except jax.errors.JaxRuntimeError as error:
     raise explained(error, topology) from error
   chip = CHIPS[name]
