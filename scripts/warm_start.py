@@ -70,12 +70,12 @@ def _make(args: argparse.Namespace) -> None:
         f'--config={args.config}: set config.model.folder to the folder where the model is to be '
         'written'
     )
+  named = components.resolve(config)  # before the folder exists, which has no tokenizer yet
   folder = pathlib.Path(config.model.folder)
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f'config.model.folder={str(folder)!r} ({error}): give another one') from error
-  named = components.resolve(config)
   tasks = tasks_of(config, named, args.episodes)
   make_player = plugins.load('player', args.player, {})
   kind, seeds = named.env_with_retriever, itertools.count(FIRST_SEED)

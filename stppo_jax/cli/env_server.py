@@ -45,6 +45,10 @@ def serve(command: Command) -> None:
         f'env-server {kind}: an agent program plays where the model is sampled: give an '
         'environment class'
     )
+  if config.env.mix:
+    raise UserError(
+        f'env-server {kind} serves one environment, and config.env.mix names several: leave it out'
+    )
   factory = parts.env_with_retriever
   if factory.uses_global_random:
     logging.warning(

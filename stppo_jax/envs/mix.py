@@ -66,10 +66,12 @@ def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
     return values[0] if values.count(values[0]) == len(values) else default
 
   frames = [part.frame for part in parts.values()]
+  stop_strings, _ = common('turn_end', ((), False))
   return MixFactory(
       make=combine,  # is never called: `MixFactory` calls those of the environments
       settings={},
-      stop_strings=common('stop_strings', ()),
+      # An engine that gets none samples on, and the stop automaton cuts its turn.
+      stop_strings=stop_strings,
       # Which prompt the embedded model gets: one environment with turns needs its chat template.
       frame=next((frame for frame in frames if frame != 'inline'), 'inline'),
       core_metrics=common('core_metrics', ()),

@@ -100,6 +100,8 @@ def page_data(workdir: str) -> dict[str, object]:
   highlights = []
   for name in _HIGHLIGHTS:
     value = settings.get(name)
+    if name == 'env.kind' and settings.get('env.mix'):
+      value = ', '.join(item['kind'] for item in settings['env.mix'])
     if value not in (None, '') and not isinstance(value, list):
       highlights.append([name, str(value)])
   folder_name = os.path.basename(os.path.abspath(workdir))
