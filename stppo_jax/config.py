@@ -381,6 +381,10 @@ class TrainSettings(Section):
       100, 'updates between checkpoints; 0: only at the end', at_least=0, resume_safe=True)
   keep_checkpoints: int = setting(
       2, 'newest checkpoints to keep, besides the best', at_least=1, resume_safe=True)
+  checkpoint_folder: str = setting(
+      '', "folder of the checkpoints of this run alone: a path, or 'gs://BUCKET/FOLDER' with the "
+      'extra `bucket`. WORKDIR keeps all other files. Empty: WORKDIR/checkpoints',
+      resume_safe=True, needs_trust=True)
   on_save_error: str = setting(
       'continue', "reaction to a checkpoint that cannot be written; 'continue' counts it in "
       'perf/failed_saves', allowed=('continue', 'stop'), resume_safe=True)

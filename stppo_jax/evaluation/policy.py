@@ -71,7 +71,7 @@ SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
 
 def _check_trained(config: Config, workdir: str) -> None:
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
-  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+  if not workdir_lib.has_checkpoint_folder(workdir):
     raise UserError(
         f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
         '--config.train.updates=0 for the scores of the untrained model'
@@ -99,7 +99,7 @@ def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   policy, loads that of config.serve.role, or those of `all_policies`.
   """
   validation.validate(config)
-  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+  if not workdir_lib.has_checkpoint_folder(workdir):
     return _untrained(config, all_policies)
   _check_trained(config, workdir)
   return _trained(config, workdir, all_policies)
@@ -175,7 +175,7 @@ def export(config: Config, workdir: str) -> str:
   that path.
   """
   validation.validate(config)
-  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+  if not workdir_lib.has_checkpoint_folder(workdir):
     raise UserError(
         f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
         'the --config of its training'

@@ -32,23 +32,51 @@ def check_path(workdir: str) -> None:
     raise UserError(
         f'--workdir={workdir!r}: object stores are not supported, mounted or not, because they '
         'have no locks, do not append and do not rename folders: give a folder on a local disk, '
-        'NFS, Filestore or Lustre'
+        'NFS, Filestore or Lustre, and --config.train.checkpoint_folder=gs://BUCKET/FOLDER for '
+        'the checkpoints'
     )
 
 
+def checkpoint_folder(workdir: str) -> str:
+  """Returns the folder of a run's checkpoints: config.train.checkpoint_folder of its config."""
+  return _checkpoints(workdir, read_config(workdir))
+
+
+def has_checkpoint_folder(workdir: str) -> bool:
+  """Returns whether the folder of a run's checkpoints exists."""
+  folder = checkpoint_folder(workdir)
+  return bool(_names(folder)) or os.path.isdir(folder)
+
+
 @contextlib.contextmanager
-def lock(workdir: str) -> Iterator[None]:
+def lock(workdir: str, checkpoints: str = '') -> Iterator[None]:
   """Makes `workdir` and locks it for this process. UserError: another run has locked it.
+
+  Also locks the folder of `checkpoints`, if it is another one.
+  """
+  with _lock(workdir, '--workdir'):
+    if not checkpoints:
+      yield
+    elif is_bucket(checkpoints):
+      with _buckets().hold(checkpoints, workdir):
+        yield
+    else:
+      with _lock(checkpoints, '--config.train.checkpoint_folder'):
+        yield
+
+
+@contextlib.contextmanager
+def _lock(folder, flag):
+  """Context manager with the lock of a folder.
 
   The kernel holds the lock and releases it with the process, however the process ends.
   """
+  given = f'{flag}={folder!r}'
   try:
-    os.makedirs(workdir, exist_ok=True)
-    file = open(os.path.join(workdir, 'lock'), 'a+', encoding='utf-8')
+    os.makedirs(folder, exist_ok=True)
+    file = open(os.path.join(folder, 'lock'), 'a+', encoding='utf-8')
   except OSError as error:
-    raise UserError(
-        f'--workdir={workdir!r} cannot be made ({error.strerror}): give another'
-    ) from error
+    raise UserError(f'{given} cannot be made ({error.strerror}): give another') from error
   with file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,11 +84,10 @@ def lock(workdir: str) -> Iterator[None]:
       file.seek(0)
       holder = file.read() or 'another run'
       raise UserError(
-          f'--workdir={workdir!r} is in use by {holder}: wait for its end, or give another '
-          '--workdir'
+          f'{given} is in use by {holder}: wait for its end, or give another {flag}'
       ) from error
     except OSError as error:  # some network file systems have no locks
-      logging.warning('--workdir=%r cannot be locked (%s): start one run in it', workdir, error)
+      logging.warning('%s cannot be locked (%s): start one run in it', given, error)
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}')
     file.flush()
@@ -91,8 +118,10 @@ def claim(
   """
   record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
   record = _as_json(record)
-  if _has_begun(workdir):
-    saved = [read_config(folder) for folder in (workdir, _checkpoints(workdir))]
+  checkpoints = _checkpoints(workdir, record)
+  _check_moved(workdir, checkpoints)
+  if _has_begun(workdir, checkpoints):
+    saved = [read_config(folder) for folder in (workdir, checkpoints)]
     if not any(saved):
       raise UserError(
           f'--workdir={workdir!r} holds metrics or checkpoints of a run, and no config.json that '
@@ -102,9 +131,21 @@ def claim(
       _check_same_run(workdir, config_there, record, may_change, accepts_changes)
       if 'train_questions' in config_there:
         record['train_questions'] = config_there['train_questions']
-  os.makedirs(_checkpoints(workdir), exist_ok=True)
-  for folder in (workdir, _checkpoints(workdir)):
+  if not is_bucket(checkpoints):
+    os.makedirs(checkpoints, exist_ok=True)
+  for folder in (workdir, checkpoints):
     write_whole(os.path.join(folder, 'config.json'), json.dumps(record, indent=2))
+
+
+def _check_moved(workdir, checkpoints):
+  """Raises a UserError if a run's checkpoints are in another folder, and not in this one, too."""
+  former = checkpoint_folder(workdir)
+  if former != checkpoints and _has_steps(former) and not _has_steps(checkpoints):
+    raise UserError(
+        f'--workdir={workdir!r} belongs to a run with its checkpoints in {former}, and '
+        f'{checkpoints} has none: copy them there, or give --config.train.checkpoint_folder as '
+        'before'
+    )
 
 
 def _check_same_run(workdir, saved, record, may_change, accepts_changes):
@@ -141,7 +182,8 @@ def _check_same_run(workdir, saved, record, may_change, accepts_changes):
 def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) -> None:
   """Writes the digest of a run's questions, or checks that it is the same."""
   config = read_config(workdir)
-  if _has_begun(workdir) and config.get('train_questions', digest) != digest:
+  has_begun = _has_begun(workdir, _checkpoints(workdir, config))
+  if has_begun and config.get('train_questions', digest) != digest:
     changed = f'--workdir={workdir!r}: the questions to train on have changed since the run began'
     if not accepts_changes:
       raise UserError(
@@ -156,9 +198,23 @@ def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) ->
 def read_config(workdir: str) -> dict[str, Any]:
   """Returns config.json of a run's folder; {} if there is none. UserError: it cannot be read."""
   path = os.path.join(workdir, 'config.json')
+  if is_bucket(path):
+    return _read_config_object(path)
   if not os.path.exists(path):
     return {}
   return read_json(path, 'restore it, or give another --workdir')
+
+
+def _read_config_object(path):
+  try:
+    config = json.loads(read_text(path))
+  except FileNotFoundError:
+    return {}
+  except ValueError:
+    config = None
+  if not isinstance(config, dict):
+    raise UserError(f'{path} is not a JSON object: restore it, or give another folder')
+  return config
 
 
 def read_settings(workdir: str) -> dict[str, object]:
@@ -221,15 +277,39 @@ def _check_same_sampler(
     )
 
 
-def _has_begun(workdir: str) -> bool:
+def _has_begun(workdir: str, checkpoints: str) -> bool:
   """Returns whether a run has written numbers or checkpoints."""
-  checkpoints = _checkpoints(workdir)
-  names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
-  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or any(map(str.isdigit, names))
+  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or _has_steps(checkpoints)
 
 
-def _checkpoints(workdir):
-  return os.path.join(workdir, 'checkpoints')
+def _has_steps(checkpoints):
+  return any(map(str.isdigit, _names(checkpoints)))
+
+
+def _names(folder):
+  """Returns the names in a folder; [] if there is none."""
+  if is_bucket(folder):
+    return _buckets().names(folder)
+  return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _checkpoints(workdir, config):
+  """Returns the folder of checkpoints of a config, as nested dicts."""
+  folder = config.get('train', {}).get('checkpoint_folder', '')
+  if is_bucket(folder):
+    return folder.rstrip('/')
+  return os.path.abspath(folder or os.path.join(workdir, 'checkpoints'))
+
+
+def is_bucket(path: str) -> bool:
+  """Returns whether a path is in a bucket."""
+  return path.startswith('gs://')
+
+
+def _buckets():
+  from stppo_jax.monitoring import buckets
+
+  return buckets
 
 
 def _as_json(value: Mapping[str, object]) -> dict[str, object]:
@@ -250,7 +330,18 @@ def flatten(tree: Mapping[str, object], prefix: str = '') -> dict[str, object]:
 
 def write_whole(path: str, text: str) -> None:
   """Writes `text` so that a reader never sees a part of it. UserError: it cannot be written."""
-  write_parts(path, [text])
+  if is_bucket(path):
+    _buckets().write_text(path, text)
+  else:
+    write_parts(path, [text])
+
+
+def read_text(path: str) -> str:
+  """Returns a text. FileNotFoundError: there is none."""
+  if is_bucket(path):
+    return _buckets().read_text(path)
+  with open(path, encoding='utf-8') as file:
+    return file.read()
 
 
 def write_parts(path: str, texts: Iterable[str]) -> None:

@@ -89,6 +89,10 @@ def _has_schedule(optimizer: OptimizerSettings) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
+def _names_folders(config):
+  return bool(config.train.checkpoint_folder or config.rollout.engine_folder)
+
+
 _LONGEST_SHOWN = 500  # characters of a rejected value
 
 # Rules of optional parts: whether a config has the part -> the function in sections/.
@@ -98,6 +102,7 @@ _CONFIG_SECTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (lambda config: config.rollout.allocation != 'even', 'allocation:check'),
     (lambda config: bool(config.data.columns), 'data_columns:check'),
     (lambda config: bool(config.env.mix), 'mix:check'),
+    (_names_folders, 'folders:check'),
 )
 # The same for rules that also read the objective.
 _VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (

@@ -3,7 +3,8 @@
 Orbax saves in the background and renames a step when all its files are written. Orbax does not
 detect a file that was cut or changed later. So process 0 stores a checksum of each file, and all
 processes check them at the next start. Everything else that a resumed run needs (order of tasks,
-random keys) is a function of the seed and the progress.
+random keys) is a function of the seed and the progress. See monitoring/buckets.py for what replaces
+renames and checksums in a bucket.
 
   checkpoints/<updates>/state/..  progress/metadata  checksums.json
   checkpoints/scores.json         held-out scores by updates
@@ -39,6 +40,7 @@ Tree = TypeVar('Tree')  # a tree of arrays, or of their shapes
 _ITEMS = ('state', 'progress', 'copies')
 _CHECKSUMS = 'checksums.json'
 _SCORES = 'scores.json'
+_COMMITTED = 'commit_success.txt'  # Orbax writes it later, where a rename is not atomic
 _MIN_BYTES_PER_S = 50e6  # slowest storage that a save has time for
 _MIN_DEADLINE_S = 1200
 # What a full or broken disk raises: Python's own, TensorStore's, and XLA's.
@@ -60,7 +62,7 @@ class Checkpoints:
   """The checkpoints of one run, by the number of updates done. A context manager.
 
   Args:
-    workdir: the folder of the run.
+    workdir: the folder of the run. config.json in it may name another folder for checkpoints.
     keep: number of newest checkpoints that stay. The one with the best score stays, too. None:
       nothing is written, because another process may be training in the folder.
     on_save_error: 'continue' or 'stop'.
@@ -78,7 +80,12 @@ class Checkpoints:
       num_bytes: int = 0,
   ):
     self.num_failed = 0
-    self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
+    self._folder = hosts.by_writer(workdir_lib.checkpoint_folder, workdir)
+    self._save_errors = _SAVE_ERRORS
+    self._is_in_bucket = workdir_lib.is_bucket(self._folder)
+    if self._is_in_bucket:
+      _buckets().check_packages()
+      self._save_errors += _buckets().errors()
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
     self._attempt = ''  # the name of that save, the same on all processes
@@ -181,6 +188,8 @@ class Checkpoints:
     self._settle()
     if updates in self._manager.all_steps():
       return
+    if self._is_in_bucket:
+      hosts.by_writer(_buckets().require_held, self._folder)
     self._saving = updates
     self._error = None
     self._attempt = f'save {next(_ATTEMPTS)}'
@@ -191,7 +200,7 @@ class Checkpoints:
       items['copies'] = ocp.args.StandardSave(list(copies))
     try:
       self._manager.save(updates, args=ocp.args.Composite(**items))
-    except _SAVE_ERRORS as error:
+    except self._save_errors as error:
       self._fail(error)
 
   def note_score(self, updates: int, score: float | None) -> None:
@@ -245,7 +254,7 @@ class Checkpoints:
     """Waits for the save in progress, if there is one."""
     try:
       self._manager.wait_until_finished()
-    except _SAVE_ERRORS as error:
+    except self._save_errors as error:
       self._fail(error)
     if self._error is None:
       self.num_failed = 0
@@ -256,8 +265,11 @@ class Checkpoints:
     self.num_failed += 1
     self._report(error)
     if hosts.is_writer():  # the others may only have waited too long for it
-      for path in self._unfinished_folders():
-        shutil.rmtree(path, ignore_errors=True)  # its space is needed
+      for path in self._unfinished_folders():  # their space is needed
+        if self._is_in_bucket:
+          _buckets().remove(path)
+        else:
+          shutil.rmtree(path, ignore_errors=True)
     self._manager.reload()
     newest = self._manager.latest_step() or 0
     line = (
@@ -273,6 +285,8 @@ class Checkpoints:
 
   def _unfinished_folders(self):
     """Returns the folder of the step that is being saved, in a list; [] if there is none."""
+    if self._is_in_bucket:
+      return [os.path.join(self._folder, str(self._saving))]
     return glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
 
   def _wait_for_processes(self, *, key: str, timeout_ms: int) -> None:
@@ -301,7 +315,8 @@ class Checkpoints:
     if not hosts.is_writer():
       return
     (folder,) = self._unfinished_folders()
-    checksums = json.dumps(_checksums(folder))
+    checksums = _digests(folder) if self._is_in_bucket else _checksums(folder)
+    checksums = json.dumps(checksums)
     workdir_lib.write_whole(os.path.join(folder, _CHECKSUMS), checksums)
 
   def _find_damage(self, step):
@@ -312,10 +327,14 @@ class Checkpoints:
     folder = os.path.join(self._folder, str(step))
     damage = ''
     try:
-      with open(os.path.join(folder, _CHECKSUMS), encoding='utf-8') as file:
-        expected = json.load(file)
+      expected = json.loads(workdir_lib.read_text(os.path.join(folder, _CHECKSUMS)))
+      if self._is_in_bucket:
+        present = _digests(folder)
+        checksum = present.get
+      else:
+        checksum = lambda name: _checksum(os.path.join(folder, name))
       for name in sorted(expected)[jax.process_index() :: jax.process_count()]:
-        if _checksum(os.path.join(folder, name)) != expected[name]:
+        if checksum(name) != expected[name]:
           damage = f'{name} is not what was written'
           break
     except FileNotFoundError as error:
@@ -334,14 +353,14 @@ class Checkpoints:
     path = os.path.join(self._folder, _SCORES)
     try:
       workdir_lib.write_whole(path, json.dumps(self._policy.scores))
-    except (OSError, UserError) as error:
+    except (*self._save_errors, UserError) as error:
       logging.warning('%s could not be written (%s)', path, _reason(error))
 
   def _read_scores(self):
     """Returns [[step, score], ..] of the scores on disk."""
     try:
-      with open(os.path.join(self._folder, _SCORES), encoding='utf-8') as file:
-        return [[int(step), score] for step, score in json.load(file).items()]
+      scores = json.loads(workdir_lib.read_text(os.path.join(self._folder, _SCORES)))
+      return [[int(step), score] for step, score in scores.items()]
     except (FileNotFoundError, ValueError):
       return []
 
@@ -375,8 +394,28 @@ def deadline_s(num_bytes: int) -> int:
 
 def fingerprint(workdir: str, updates: int) -> str:
   """Returns the CRC of a checkpoint's list of checksums; '' without one."""
-  path = os.path.join(workdir, 'checkpoints', str(updates), _CHECKSUMS)
-  return f'{_crc(path):08x}' if os.path.exists(path) else ''
+  path = os.path.join(workdir_lib.checkpoint_folder(workdir), str(updates), _CHECKSUMS)
+  try:
+    text = workdir_lib.read_text(path)
+  except FileNotFoundError:
+    return ''
+  return f'{zlib.crc32(text.encode()):08x}'
+
+
+def _buckets():
+  from stppo_jax.monitoring import buckets
+
+  return buckets
+
+
+def _digests(folder):
+  """Returns {path: [bytes, digest of the store]} of the objects below a step's items."""
+  digests = _buckets().digests(folder)
+  return {
+      name: digest
+      for name, digest in digests.items()
+      if name.split('/')[0] in _ITEMS and not name.endswith(_COMMITTED)
+  }
 
 
 def _checksums(folder):
@@ -386,8 +425,7 @@ def _checksums(folder):
     for parent, _, names in os.walk(os.path.join(folder, item)):
       for name in names:
         path = os.path.join(parent, name)
-        # Orbax writes commit_success.txt later, where a rename is not atomic.
-        if name != 'commit_success.txt':
+        if name != _COMMITTED:
           checksums[os.path.relpath(path, folder)] = _checksum(path)
   return checksums
 

@@ -81,11 +81,12 @@ def hold_workdir(
   is_new = not hosts.by_writer(os.path.isdir, workdir)
   if is_new:
     load_inputs()
-  with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    if jax.process_count() > 1:
+  folder = config.train.checkpoint_folder
+  with workdir_lib.lock(workdir, folder) if hosts.is_writer() else contextlib.nullcontext():
+    if jax.process_count() > 1 and not workdir_lib.is_bucket(folder):
       from stppo_jax.monitoring import shared_folder
 
-      shared_folder.check(workdir)
+      shared_folder.check(folder or workdir)
     claim(config, variant, workdir)
     hosts.by_writer(provenance.record, workdir)
     if not is_new:
@@ -163,9 +164,9 @@ def restore_part(workdir: str, like: Tree, which: str = 'newest') -> tuple[Tree,
   (`like`, None). Before the first evaluation, 'best' means the newest checkpoint.
   """
   workdir_lib.check_path(workdir)
-  folder = os.path.join(workdir, 'checkpoints')
-  hosts.require_same(f'{folder}: whether it exists', os.path.isdir(folder), _SHARED)
-  if not os.path.isdir(folder):
+  exists = workdir_lib.has_checkpoint_folder(workdir)
+  hosts.require_same(f'{workdir}/checkpoints: whether it exists', exists, _SHARED)
+  if not exists:
     return like, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
     updates = checkpoints.newest()
