@@ -287,6 +287,10 @@ class Episode:
   # Total reward of an agent program's episode: the final reward once, and the rewards of the turns
   # in all of its rows. Every row has it. None: the episode has this row alone.
   whole_score: float | None = None
+  # Number of an agent program's segment among those of its episode, and (segment, turns of it) that
+  # it begins with, if it branched off another one.
+  segment: int = 0
+  branched_from: tuple[int, int] | None = None
 
   error: str = ''  # what the environment's code raised, where, and in which turn
   log: str = ''  # the end of what an agent program, if it is a command, wrote to standard error
@@ -384,6 +388,10 @@ class Episode:
       record['of_episode'] = self.number
     if self.whole_score is not None:
       record['whole_score'] = finite_or_none(self.whole_score)
+    if self.segment:
+      record['segment'] = self.segment
+    if self.branched_from is not None:
+      record['branched_from'] = list(self.branched_from)
     if self.error:
       record['error'] = self.error
     if self.log:
@@ -445,6 +453,10 @@ class Episode:
       )
       turns.append(turn)
       end = start
+    branched_from = None
+    if 'branched_from' in record:
+      segment, num_turns = record['branched_from']
+      branched_from = segment, num_turns
     return cls(
         task=task,
         group=record['group'],
@@ -458,6 +470,8 @@ class Episode:
         role=record.get('role', ''),
         number=record.get('of_episode'),
         whole_score=record.get('whole_score'),
+        segment=record.get('segment', 0),
+        branched_from=branched_from,
         error=record.get('error', ''),
         log=record.get('log', ''),
         demonstrated=record.get('demonstrated', False),

@@ -272,6 +272,37 @@ class ChatSessionTest(parameterized.TestCase):
     self.assertEqual(self.session.counts['branched'], 2)
     self.assertEqual(self.session.counts['rewritten'], 0)
 
+  def check_origins(self, expected):
+    """Each row begins with the turns of the segment that it branched off, and a record knows it."""
+    rows = {row.segment: row for row in self.session.episodes(Task('t', 'q'), 0)}
+    self.assertEqual({number: row.branched_from for number, row in rows.items()}, expected)
+    for row in rows.values():
+      self.assertEqual(Episode.from_dict(row.to_dict()).branched_from, row.branched_from)
+      if row.branched_from is not None:
+        segment, num_turns = row.branched_from
+        origin = dataclasses.replace(rows[segment], turns=rows[segment].turns[:num_turns])
+        origin.turns[-1] = dataclasses.replace(origin.turns[-1], observation=np.zeros(0, np.int32))
+        ids, _, _ = origin.unroll()
+        np.testing.assert_array_equal(row.prompt[: len(ids)], ids)
+
+  def test_rows_know_where_they_branched_off(self):
+    messages = [*self.turn([ask('q')], 'a'), ask('b')]
+    main = [*self.turn([*self.turn(messages, 'c'), ask('d')], 'e'), ask('f')]
+    retry = [*self.turn(messages, 'another c'), ask('d')]  # from an earlier state
+    for _ in range(2):
+      self.turn([*self.turn(retry, 'g'), ask('h')], 'i')  # a branch of a branch
+    self.turn([ask('a question of its own')], 'j')
+    self.turn(main, 'k')
+    self.check_origins({0: None, 1: (0, 1), 2: (1, 1), 3: None})
+
+  def test_samples_of_one_request_have_one_origin(self):
+    messages = [*self.turn([ask('q')], 'a'), ask('b')]
+    plan = self.session.plan(messages)
+    for each in (plan, self.session.fork(plan)):
+      tokens = self.tokenizer.encode('c')
+      self.session.record(each, tokens, [-0.5] * len(tokens), [say('c')])
+    self.check_origins({0: None, 1: (0, 1)})
+
   @parameterized.parameters(str, list)
   def test_branch_of_prompt_is_continued(self, kind):
     def turn(prompt, text):

@@ -102,6 +102,7 @@ class Segment:
   # tokens after it, such as the end of a token in which a stop string ended.
   texts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
   first_prompt: str | Sequence[int] = ''  # without messages
+  branched_from: tuple[int, int] | None = None  # (number of a segment, turns of it)
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
   ends_cut: bool = False  # the last turn did
@@ -114,6 +115,11 @@ class Segment:
   def is_free_after(self, num_turns: int) -> bool:
     """Whether a request can continue it after this number of turns."""
     return num_turns == len(self.turns) and not self.is_extended
+
+  def origin_of(self, plan: 'RequestPlan') -> tuple[int, int] | None:
+    """Returns where another sample of a request of this segment branches off."""
+    num_turns = sum(end <= len(plan.ids) for _, end in self.ends)
+    return (self.number, num_turns) if num_turns else self.branched_from
 
   def prefix(self, messages: Sequence[turns_lib.ReadMessage], keeps_thoughts: bool) -> Prefix:
     """Returns the turns of this segment with which a conversation begins."""
@@ -134,6 +140,11 @@ class Segment:
     else:
       sizes = [end for _, end in self.ends if prompt[:end] == self.ids[:end]]
     return Prefix(len(sizes), size=max(sizes, default=0))
+
+
+def _origin(segment: Segment | None, prefix: Prefix) -> tuple[int, int] | None:
+  """Returns (number of the segment, turns of it) that a conversation begins with; None: no turn."""
+  return None if segment is None else (segment.number, prefix.num_turns)
 
 
 def _prefix(
@@ -326,10 +337,12 @@ class Session:
       self._template.check(ids)
     with self._open():
       kind = ''
+      origin = None
       if best is None or not best.is_free_after(prefix.num_turns):
         kind = self._kind_of_chat(read, written, best, prefix)
+        origin = _origin(best, prefix)
         best = None
-      return self._claim(ids, best, written, kind, known)
+      return self._claim(ids, best, written, kind, known, origin=origin)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -361,10 +374,12 @@ class Session:
       self._template.check(ids)
     with self._open():
       kind = ''
+      origin = None
       if best is None or not best.is_free_after(prefix.num_turns):
         kind = self._kind_of_prompt(prompt, best)
+        origin = _origin(best, prefix)
         best = None
-      return self._claim(ids, best, _PLAIN, kind, (), prompt)
+      return self._claim(ids, best, _PLAIN, kind, (), prompt, origin)
 
   def _plain_segments(self) -> list[Segment]:
     return [segment for segment in self._segments if segment.tools == _PLAIN]
@@ -462,9 +477,13 @@ class Session:
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a separate segment."""
-    assert plan.segment is not None
+    segment = plan.segment
+    assert segment is not None
     with self._lock:
-      return self._claim(plan.ids, None, plan.segment.tools, 'branched', plan.messages, plan.prompt)
+      origin = segment.origin_of(plan)
+      return self._claim(
+          plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt, origin
+      )
 
   def _claim(
       self,
@@ -474,14 +493,18 @@ class Session:
       kind: str,
       messages: Sequence[turns_lib.ReadMessage | RecordedTurn],
       prompt: str | Sequence[int] = '',
+      origin: tuple[int, int] | None = None,
   ) -> RequestPlan:
-    """Returns the plan of a request that continues a segment, or begins one of a kind."""
+    """Returns the plan of a request that continues a segment, or begins one of a kind.
+
+    `origin` is where a segment that begins has branched off.
+    """
     if not self._has_room:
       kind = ''
     if kind:
       self.counts[kind] += 1
     if segment is None:
-      segment = Segment(ids, tools, self._num_begun, first_prompt=prompt)
+      segment = Segment(ids, tools, self._num_begun, first_prompt=prompt, branched_from=origin)
       self._num_begun += 1
     segment.is_extended = True
     key = self._key
@@ -539,7 +562,10 @@ class Session:
         continue
       adopts = True
       if segment.is_extended or len(segment.ids) > len(plan.ids):  # by another request
-        plan = self._claim(plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt)
+        origin = segment.origin_of(plan)
+        plan = self._claim(
+            plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt, origin
+        )
       elif plan.kind:
         self.counts[plan.kind] += 1
       self._unfinished.remove(turn)
@@ -701,6 +727,8 @@ class Session:
                 metrics=dict(self._metrics),
                 counts=counts,
                 whole_score=whole_score,
+                segment=segment.number,
+                branched_from=segment.branched_from,
             )
         )
       if first_is_whole and segments:

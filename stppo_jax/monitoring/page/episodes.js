@@ -185,6 +185,7 @@ function showEpisode(episode) {
   const facts = [['gold', (episode.answers || []).join(' | ')], ['score', number(episode.score)],
     ...Object.entries(episode.metrics || {}).map(([name, value]) => [name, number(value)]), ['tokens', episode.tokens.length], ['of the agent', agent],
     ['data set', episode.dataset], ['task', episode.task]];
+  if (episode.branched_from) facts.unshift(['of episode', episode.of_episode], ['branch of segment', `${episode.branched_from[0]} after turn ${episode.branched_from[1]}`]);
   if (episode.role) facts.unshift(['role', episode.role], ['of episode', episode.of_episode]);
   if (episode.truncated) facts.push(['ended by', 'a limit']);
   if (episode.failed) facts.push(['retrieval', 'failed']);
