@@ -295,7 +295,7 @@ class Episode:
   error: str = ''  # what the environment's code raised, where, and in which turn
   log: str = ''  # the end of what an agent program, if it is a command, wrote to standard error
   demonstrated: bool = False  # a demonstration: its turns were not sampled, so their logp is NaN
-  weight: float = 1.0  # of its tokens in the policy's loss; the config sets it, so it is not saved
+  weight: float = 1.0  # multiplies the policy's loss of its tokens; not in `to_dict`
 
   @property
   def is_segment(self) -> bool:
@@ -553,7 +553,7 @@ class TurnBatch:
   # reward. It is equal for all rows of an episode, and 0 for a single row.
   score_offsets: jax.Array | None = None
   demonstrated: jax.Array | None = None  # [B] 1 for demonstrations; None: there are none
-  row_weights: jax.Array | None = None  # [B] weights of rows in the policy's loss; None: 1
+  row_weights: jax.Array | None = None  # [B] multiply the policy's loss of the rows; None: 1
   imitation_mask: jax.Array | None = None  # [B,T] 1 for the agent tokens of demonstrations
 
 

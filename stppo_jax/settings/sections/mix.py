@@ -32,9 +32,9 @@ class MixPart(NamedTuple):
   """An environment of a mix."""
 
   name: str
-  share: float  # of the questions of a batch, relative to the other shares
-  weight: float  # of its tokens in the policy's loss
-  config: Config  # of a run with this environment alone
+  share: float  # relative to the other shares, the questions that it has in a batch
+  weight: float  # multiplies the policy's loss of its tokens
+  config: Config  # a run with this environment alone has it
 
 
 def parts(config: Config) -> list[MixPart]:
