@@ -41,6 +41,7 @@ FOLDERS = {
     'guess_number': {'data.source', 'env.kind'},
     'maze': {'data.source', 'env.kind'},
     'max_rl': {'algorithm.variant'},
+    'mix': {'env.mix[1].data.source'},
     'openenv_guess': set(),
     'reasoning_gym_sums': set(),
     'signals': {'data.source', 'env.kind'},
