@@ -15,6 +15,7 @@ import contextlib
 import errno
 import functools
 import json
+import logging as standard_logging
 import os
 import socket
 import threading
@@ -46,6 +47,8 @@ def check_packages() -> None:
     raise UserError(
         f'{_SETTING}=gs://.. needs {error.name}: {requirements.install_command("bucket")}'
     ) from error
+  # gcsfs logs a stack for each request that it gives up. Whoever sent the request reports it.
+  standard_logging.getLogger('gcsfs').setLevel(standard_logging.CRITICAL)
 
 
 @functools.cache
@@ -158,8 +161,8 @@ class _Lease:
         'holder': f'process {os.getpid()} on {host}',
         'place': f'{host} {os.stat(place).st_ino} {os.path.realpath(place)}',
     }
-    self._generation = 0  # of the object that this process wrote last
-    self._lock = threading.Lock()  # of the generation
+    self._generation = 0  # the object that this process wrote last
+    self._lock = threading.Lock()  # protects the generation
     self._stop = threading.Event()
 
   @functools.cached_property

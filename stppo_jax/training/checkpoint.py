@@ -82,10 +82,12 @@ class Checkpoints:
     self.num_failed = 0
     self._folder = hosts.by_writer(workdir_lib.checkpoint_folder, workdir)
     self._save_errors = _SAVE_ERRORS
+    self._advice = 'make room'
     self._is_in_bucket = workdir_lib.is_bucket(self._folder)
     if self._is_in_bucket:
       _buckets().check_packages()
       self._save_errors += _buckets().errors()
+      self._advice = 'see that the bucket answers'
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
     self._attempt = ''  # the name of that save, the same on all processes
@@ -237,7 +239,7 @@ class Checkpoints:
     if self._error is not None:
       raise SaveError(
           f'the last checkpoint, after {self._saving} updates, could not be saved '
-          f'({_reason(self._error)}): make room, and the same command repeats what is lost'
+          f'({_reason(self._error)}): {self._advice}, and the same command repeats what is lost'
       )
 
   def __enter__(self) -> 'Checkpoints':
@@ -277,10 +279,11 @@ class Checkpoints:
         f'newest is that after {newest}'
     )
     if self._stop_on_error:
-      raise SaveError(f'{line}: make room, and the same command resumes there') from error
+      raise SaveError(f'{line}: {self._advice}, and the same command resumes there') from error
     if self.num_failed > 1:
       unsaved = (self._saving or 0) - newest
-      line += f'; {self.num_failed} saves in a row failed, {unsaved} updates are unsaved: make room'
+      line += f'; {self.num_failed} saves in a row failed, {unsaved} updates are unsaved'
+      line += f': {self._advice}'
     logging.error('%s; training continues', line)
 
   def _unfinished_folders(self):

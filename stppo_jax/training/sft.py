@@ -95,7 +95,8 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
   workdir_lib.check_path(workdir)
   _warn_of_settings(config)
   pools = load_pools(config)  # before the folder is made: a missing file leaves none
-  with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+  folder = config.train.checkpoint_folder
+  with workdir_lib.lock(workdir, folder) if hosts.is_writer() else contextlib.nullcontext():
     _claim(config, workdir, pools)
     return _run(config, workdir, pools, stop_signal)
 
