@@ -65,10 +65,11 @@ def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
     values = [getattr(part, name) for part in parts.values()]
     return values[0] if values.count(values[0]) == len(values) else default
 
+  never_called: Any = combine  # `MixFactory` calls those of the environments
   frames = [part.frame for part in parts.values()]
   stop_strings, _ = common('turn_end', ((), False))
   return MixFactory(
-      make=combine,  # is never called: `MixFactory` calls those of the environments
+      make=never_called,
       settings={},
       # An engine that gets none samples on, and the stop automaton cuts its turn.
       stop_strings=stop_strings,

@@ -97,11 +97,12 @@ def page_data(workdir: str) -> dict[str, object]:
   settings = workdir_lib.flatten(config)
   for name, value in config.get('objective', {}).items():
     settings[f'algorithm.{name}'] = value
+  mix = config.get('env', {}).get('mix', ())
   highlights = []
   for name in _HIGHLIGHTS:
     value = settings.get(name)
-    if name == 'env.kind' and settings.get('env.mix'):
-      value = ', '.join(item['kind'] for item in settings['env.mix'])
+    if name == 'env.kind' and mix:
+      value = ', '.join(item['kind'] for item in mix)
     if value not in (None, '') and not isinstance(value, list):
       highlights.append([name, str(value)])
   folder_name = os.path.basename(os.path.abspath(workdir))

@@ -43,16 +43,16 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
     core['score'] = episode.score
     task = episode.task
-    parts = dict.fromkeys(('all', task.environment or 'all', task.dataset))
+    labels = dict.fromkeys(('all', task.environment or 'all', task.dataset))
     for name, value in core.items():
-      for part in parts:
-        values[f'val-core/{part}/{name}'].append(value)
+      for label in labels:
+        values[f'val-core/{label}/{name}'].append(value)
       if episode.role:
         values[f'val-role/{episode.role}/{name}'].append(value)
     for name in reported[task.environment].difference(episode.core_metrics):
       value = episode.metrics.get(name, 0.0)
-      for part in parts:
-        values[f'val-aux/{part}/{name}'].append(value)
+      for label in labels:
+        values[f'val-aux/{label}/{name}'].append(value)
     if episode.task.hops:
       main = next(iter(core))
       values[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)
