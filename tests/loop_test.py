@@ -45,6 +45,7 @@ NAMES = tuple("""
   timing_s/old_log_prob timing_s/update_actor timing_s/gen_prefill timing_s/gen_decode
   timing_s/gen_env timing_s/wait timing_s/records pipeline/staleness perf/rows_busy
   perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
+  perf/shared_train_tokens
   perf/host_memory_gb perf/compilations perf/failed_saves env/replays
   rollout_corr/kl rollout_corr/k3_kl
   rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
