@@ -129,14 +129,17 @@ def _group(name, questions, weigh_datasets=False, has_passes=True):
 
 
 def _scores(questions):
-  """Returns one value per question of each metric that all have: the mean over its samples."""
+  """Returns one value per question of each metric: the mean over its samples.
+
+  The metrics are those that all environments of a mix have in common.
+  """
   columns = collections.defaultdict(list)
   episodes = [episode for samples in questions for episode in samples]
-  names = [
-      name
-      for name in episodes[0].core_metrics
-      if all(name in episode.core_metrics for episode in episodes)
-  ]
+  by_environment: dict[str, dict[str, None]] = collections.defaultdict(dict)
+  for episode in episodes:
+    by_environment[episode.task.environment] |= dict.fromkeys(episode.core_metrics)
+  first, *others = by_environment.values()
+  names = [name for name in first if all(name in other for other in others)]
   for samples in questions:
     for name in names:
       values = [episode.metrics.get(name, 0.0) for episode in samples]
