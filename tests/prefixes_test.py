@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax import types
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.training import minibatches
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -143,13 +145,21 @@ class PackTest(parameterized.TestCase):
     np.testing.assert_array_equal(found.bin, np.repeat(found.bin[::4], 4))
     self.assertEqual(packing.num_places(found), 4 * 32)
 
-  def test_experts_of_a_sampler_tell_tokens_apart(self):
-    tokens = np.ones((2, 8), int)
-    experts = np.zeros((2, 8, 2), int)
-    experts[1, 3:] = 1
-    identities = np.concatenate([tokens[..., None], experts], axis=-1)
-    found = packing.pack(np.full(2, 8), 1, (16,), True, identities)
-    self.assertEqual(packing.num_places(found), 3 + 5 + 5)
+  @parameterized.parameters((False, 8 + 6 + 6), (True, 3 + 11 + 11))
+  def test_experts_of_a_sampler_tell_tokens_apart(self, has_routes, expected):
+    """Two rows of 8 + 6 tokens. The second has another expert from its fourth token on."""
+    rows = []
+    for row in range(2):
+      routes = np.zeros((14, 2, 1), np.uint8)
+      routes[3:, 1] = row
+      routes = routes if has_routes else None
+      tokens = np.arange(6, dtype=np.int32) + 100 * row
+      turn = types.Turn(tokens, np.zeros(6, np.float32), np.zeros(0, np.int32), routes=routes)
+      prompt = np.arange(8, dtype=np.int32)
+      rows.append(types.Episode(types.Task('t', 'q'), 0, prompt, [turn]))
+    bins = minibatches.Bins(2, 1, 1, (32,), 0, None, share_prefixes=True)
+    _, (step,) = minibatches.to_device(rows, bins, jax.random.key(0))
+    self.assertEqual(packing.num_places(step.packing), expected)
 
 
 MODELS = {

@@ -126,16 +126,21 @@ def shapes(
 
 
 def _identities(episodes, shape):
-  """Returns numbers [B,T,..] that tell tokens apart: their ids, and the experts of a sampler."""
-  tokens = np.zeros(shape, np.int32)
+  """Returns numbers [B,T] int64 that tell tokens apart: their ids, with a hash of their experts.
+
+  Rows whose sampler chose other experts for the same tokens may replay them, and share nothing.
+  """
+  identities = np.zeros(shape, np.int64)
+  _, num_tokens = shape
   for row, episode in enumerate(episodes):
     ids, _, _ = episode.unroll()
-    tokens[row, : len(ids)] = ids
-  routes = batching.sampled_routes(episodes, shape)
-  if routes is None:
-    return tokens
-  experts = routes.reshape(*shape, -1)
-  return np.concatenate([tokens[..., None], experts], axis=-1)
+    identities[row, : len(ids)] = ids
+    routes = batching.sampled_routes([episode], (1, num_tokens))
+    if routes is not None:
+      experts = routes.reshape(num_tokens, -1).astype(np.int64)
+      factors = np.random.default_rng(0).integers(1 << 62, size=experts.shape[1])
+      identities[row] += (experts * factors).sum(axis=1)
+  return identities
 
 
 def _rows_by_group(episodes, rows_by_episode):

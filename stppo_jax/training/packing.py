@@ -176,7 +176,7 @@ def pack(
   always enough, because each but the last holds a row in every bin. Bins that are not `shared` hold
   one row each, from their first column. `num_tokens` is T, by default the largest capacity.
 
-  With `tokens` [B,T,..], integers that tell tokens apart, rows of a bin share the places of their
+  With `tokens` [B,T], integers that tell tokens apart, rows of a bin share the places of their
   common prefixes. A bin then prefers the rows that have most in common with it.
   """
   lengths = np.asarray(lengths, np.int32)
@@ -223,7 +223,7 @@ class _Prefixes:
       self._rank[np.argsort(-lengths, kind='stable')] = np.arange(num_rows)
       return
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    sortable = [row.astype('>u4').tobytes() for row in rows]  # bytes sort as the numbers do
+    sortable = [row.astype('>i8').tobytes() for row in rows]  # equal prefixes come together
     order = sorted(range(num_rows), key=lambda row: sortable[row])
     self._rank[order] = np.arange(num_rows)
     for rank, (row, following) in enumerate(itertools.pairwise(order)):
@@ -257,7 +257,7 @@ class _Prefixes:
 def _num_equal(a, b):
   """Returns the length of the common prefix of two arrays."""
   shorter = min(len(a), len(b))
-  differs = (a[:shorter] != b[:shorter]).any(axis=tuple(range(1, a.ndim)))
+  differs = a[:shorter] != b[:shorter]
   return int(differs.argmax()) if differs.any() else shorter
 
 
