@@ -18,7 +18,7 @@ WINDOW = 5  # updates that the mean of the reward covers
 PANELS = {
     'train_score': f'reward, mean of {WINDOW} updates',
     'clip': 'clipped share of tokens',
-    'entropy': "entropy of the policy's tokens, nats",
+    'entropy': 'entropy of the policy, nats',
 }
 
 
@@ -45,7 +45,7 @@ def main():
         steps = steps[WINDOW - 1 :]
       axis.plot(steps, values, **style)
       axis.set(title=title, xlabel='update', ylim=(0, None))
-  axes[0].set(title='held-out exact match, 48 questions', xlabel='update', ylim=(0, 1))
+  axes[0].set(title='held-out exact match, greedy', xlabel='update', ylim=(0, 1))
   axes[1].set(ylim=(0, 1))
   axes[0].legend(frameon=False, loc='lower right', fontsize=8)
   figure.savefig(args.out, dpi=130)
