@@ -27,6 +27,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import micro_run
 from tests.support import object_store
+from tests.support import processes
 
 MISSING = object_store.missing()
 ROOT = pathlib.Path(__file__).parent.parent
@@ -45,6 +46,32 @@ checkpoint.Checkpoints._write_checksums = kill_in_the_middle
 folder, workdir, bucket = sys.argv[1:]
 config = micro_run.make_config(folder, **{'train.checkpoint_folder': bucket})
 micro_run.train(config, workdir)
+"""
+# Process 1 has no WORKDIR.
+TWO_PROCESSES = """
+import sys
+import jax
+rank, address, workdir = int(sys.argv[1]), *sys.argv[2:]
+jax.distributed.initialize(address, 2, rank)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from stppo_jax import config as schema
+from stppo_jax.algorithms import variants
+from stppo_jax.training import checkpoint
+from stppo_jax.training import recovery
+
+config = schema.Config()
+config.train.checkpoint_folder = 'gs://bucket/two_processes'
+values = np.arange(12.0).reshape(4, 3)
+place = NamedSharding(jax.make_mesh((2,), ('x',)), PartitionSpec('x'))
+state = {'a': jax.make_array_from_callback((4, 3), place, values.__getitem__)}
+with recovery.hold_workdir(config, variants.VARIANTS['st_ppo'], workdir):
+  with checkpoint.Checkpoints(workdir, keep=2) as saves:
+    newest = saves.newest() or 0
+    if newest:
+      (shard,) = saves.restore(newest, state)['a'].addressable_shards
+      np.testing.assert_array_equal(shard.data, values[shard.index])
+    saves.save(newest + 1, state, {}, 0.5)
 """
 
 
@@ -250,6 +277,21 @@ class BucketTest(parameterized.TestCase):
     config = self.make_config(**{'train.checkpoint_folder': 'gs://no-such-bucket/run'})
     with self.assertRaisesRegex(UserError, r'checkpoint_folder=[^\n]*cannot be used[^\n]*$'):
       micro_run.train(config, self.workdir)
+
+  def test_processes_share_the_bucket_alone(self):
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
+    environment.pop('XLA_FLAGS', None)  # else each process has several devices
+    for _ in range(2):  # the second time, they restore
+      with processes.unused_address() as address:
+        coordinator = address.removeprefix('http://')
+      started = []
+      for rank in range(2):
+        workdir = os.path.join(self.workdir, str(rank))
+        command = [sys.executable, '-c', TWO_PROCESSES, str(rank), coordinator, workdir]
+        started.append(subprocess.Popen(command, env=environment, cwd=self.folder))
+      self.assertEqual([process.wait() for process in started], [0, 0])
+    self.assertEqual(os.listdir(self.workdir), ['0'])
+    self.assertContainsSubset({'1', '2'}, buckets.names('gs://bucket/two_processes'))
 
   def test_evaluation_reads_the_bucket(self):
     micro_run.train(self.make_config(), self.workdir)

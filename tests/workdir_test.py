@@ -144,6 +144,8 @@ class WorkdirTest(parameterized.TestCase):
       section, name = path.split('.')
       value = config[section][name]
       config[section][name] = value + 1 if isinstance(value, int) else 'other'
+      if name == 'checkpoint_folder':  # it is made
+        config[section][name] = os.path.join(self.workdir, 'other')
       workdirs.claim(self.workdir, copy.deepcopy(config), may_change)
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
