@@ -13,7 +13,7 @@ from stppo_jax import config as schema
 from stppo_jax.settings import validation
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'docs' / 'recipes'
-SCRIPTS = ('one_node.sh', 'two_nodes.sbatch', 'tpu_pod.sh')
+SCRIPTS = ('one_node.sh', 'two_nodes.sbatch', 'tpu_pod.sh', 'tpu_bucket.sh')
 MANIFEST = 'kubernetes.yaml'
 
 
