@@ -189,7 +189,12 @@ class Program:
       self.session = self.service.open_session(jax.random.key(0), sampling)
       self.url = f'{server.url}/s/{self.session.name}/v1'
       claim = self.session._claim
-      self.session._claim = lambda *args: self.plans.append(claim(*args)) or self.plans[-1]
+
+      def keep_plan(*args, **named):
+        self.plans.append(claim(*args, **named))
+        return self.plans[-1]
+
+      self.session._claim = keep_plan
       with requests.Session() as self.client:
         for _ in range(num_requests):
           self.act()

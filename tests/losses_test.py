@@ -257,6 +257,7 @@ class AggregationTest(chex.TestCase):
         turn_ids=part_ids,
         is_weights=None,
         imitation_mask=None,
+        row_weights=None,
         episode_ids=episode_ids,
     )
     variant = variants.Variant('token_gae', 'token', aggregation=mode)

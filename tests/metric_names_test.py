@@ -21,7 +21,10 @@ class MetricNamesTest(parameterized.TestCase):
   @parameterized.parameters(
       ('val-core/all/em', 'Mean of a score over all held-out questions.'),
       ('val-core/macro/em', 'Mean over the data sets, each with the same weight.'),
-      ('val-core/nq/em', 'Mean of a score over the questions of one data set.'),
+      (
+          'val-core/nq/em',
+          'Mean of a score over the questions of one data set, or of one environment of a mix.',
+      ),
       ('val-core/all/em_hops2', 'The main score of questions that combine n facts.'),
       ('role/first/absent', 'Share of episodes in which the role never moved.'),
       ('actor/unknown', ''),

@@ -154,7 +154,7 @@ def num_tokens(steps: Sequence[Step]) -> int:
 
 def num_places(packing: Packing) -> int:
   """Counts the places of a Packing on the host: a token that several rows share counts once."""
-  ends = np.zeros(len(packing.bin), np.int64)  # of the bins, which have no gaps
+  ends = np.zeros(len(packing.bin), np.int64)  # by bin, which has no gaps
   np.maximum.at(ends, packing.bin, packing.end)
   return int(ends.sum())
 
@@ -215,10 +215,10 @@ class _Prefixes:
   def __init__(self, lengths, tokens=None):
     self.lengths = lengths
     num_rows = len(lengths)
-    self._rank = np.zeros(
-        num_rows, int
-    )  # of each row, in an order that puts equal prefixes together
-    self._common = np.zeros(num_rows, np.int32)  # tokens that a row shares with the next in order
+    # The rank of each row in an order that puts equal prefixes together, and by rank the number of
+    # first tokens that a row shares with the next.
+    self._rank = np.zeros(num_rows, int)
+    self._common = np.zeros(num_rows, np.int32)
     if tokens is None:
       self._rank[np.argsort(-lengths, kind='stable')] = np.arange(num_rows)
       return
