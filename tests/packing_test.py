@@ -25,8 +25,7 @@ class PackTest(parameterized.TestCase):
     np.testing.assert_array_equal(found.length, [4, 5, 0, 4, 2, 3, 2])
     # 5 goes first, 4 and 4 share a bin, 3 follows 5, and the two of 2 do not fit any more.
     np.testing.assert_array_equal(found.bin, [1, 0, 0, 1, 2, 0, 2])
-    np.testing.assert_array_equal(found.column[:, 0], [0, 0, 0, 4, 0, 5, 2])
-    np.testing.assert_array_equal(found.column[3, :4], [4, 5, 6, 7])
+    np.testing.assert_array_equal(found.offset, [0, 0, 0, 4, 0, 5, 2])
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4)
 
   @parameterized.product(num_bins=(1, 2, 8), capacities=((50,), (20, 50), (10, 20, 35, 50)))
@@ -35,8 +34,8 @@ class PackTest(parameterized.TestCase):
     lengths = np.minimum(rng.geometric(0.07, 40), 50) * (rng.random(40) > 0.1)
     found = packing.pack(lengths, num_bins, capacities)
     taken = np.zeros((-(-40 // num_bins) * num_bins, capacities[-1]), int)
-    for b, columns, length in zip(found.bin, found.column, found.length):
-      taken[b, columns[:length]] += 1
+    for b, offset, length in zip(found.bin, found.offset, found.length):
+      taken[b, offset : offset + length] += 1
     np.testing.assert_array_equal(found.length, lengths)
     self.assertEqual(taken.sum(), lengths.sum())
     self.assertLessEqual(taken.max(), 1)
@@ -55,7 +54,7 @@ class PackTest(parameterized.TestCase):
     """Two bins per micro-batch: 7 and 5 | 3 and 2 | 2; the shorter ones in bins of 4."""
     found = packing.pack([2, 5, 0, 3, 7, 2], 2, (4, 8), shared=False)
     np.testing.assert_array_equal(found.bin[[4, 1, 3, 0, 5]], [0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(found.column[:, 0], 0)
+    np.testing.assert_array_equal(found.offset, 0)
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4 + 2 * 4)
 
   def test_no_rows_at_all(self):
@@ -112,7 +111,7 @@ class LayoutTest(absltest.TestCase):
     )
     np.testing.assert_array_equal(kept.length, [0, 7, 6, 0, 2])
     np.testing.assert_array_equal(kept.bin[jnp.array([1, 2, 4])], [0, 1, 1])
-    np.testing.assert_array_equal(kept.column, found.column)
+    np.testing.assert_array_equal(kept.offset, found.offset)
     self.assertEqual(int(packing.num_micro_batches(kept, 2)), 1)
     none = packing.only(found, jnp.zeros(5, bool), 2)
     self.assertEqual(int(packing.num_micro_batches(none, 2)), 0)

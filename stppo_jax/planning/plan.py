@@ -150,7 +150,8 @@ def make(
   absent_gpu = topology.partition(':')[0] in topologies.GPUS
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
     options = dataclasses.replace(config.model, attention='plain')
-    config = dataclasses.replace(config, model=options)
+    train = dataclasses.replace(config.train, share_prefixes=False)  # cuDNN cannot
+    config = dataclasses.replace(config, model=options, train=train)
   variant = objective.make_variant(config)
 
   def on_mesh(shapes, memory_kind=None):

@@ -86,12 +86,12 @@ def training(
   @functools.cache
   def trace_annotate():
     batch = batching.batch_shapes(train.episodes, longest, replayed_model)
-    steps = packing.step_shapes(longest, num_steps, train.mini_batch)
+    steps = packing.step_shapes(longest, spec.share_prefixes, num_steps, train.mini_batch)
     return functions.annotate.trace(state, frozen, batch, steps)
 
   def trace_update():
     batch, _ = trace_annotate().out_info
-    step = packing.step_shapes(longest, train.mini_batch)
+    step = packing.step_shapes(longest, spec.share_prefixes, train.mini_batch)
     return functions.update_step.trace(state, frozen, batch, step)
 
   yield CompiledProgram(

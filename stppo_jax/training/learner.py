@@ -172,7 +172,7 @@ class Learners:
     def on_devices(shape):
       return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
-    rows_per_step, num_tokens = step.packing.column.shape
+    (rows_per_step,) = step.rows.shape
     steps_per_epoch = num_episodes // self.bins.mini_batch
     state = next(iter(self.states.values()))
     self.compilation = ahead.Compilation(
@@ -180,7 +180,9 @@ class Learners:
         state=sharding.shapes(state),
         frozen=sharding.shapes(self.frozen),
         batch=jax.tree.map(on_devices, batch),
-        first_epoch=packing.step_shapes(num_tokens, steps_per_epoch, rows_per_step),
+        first_epoch=packing.step_shapes(
+            step.packing.num_tokens, self.bins.share_prefixes, steps_per_epoch, rows_per_step
+        ),
         step=step,
     )
 

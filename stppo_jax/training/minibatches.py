@@ -122,7 +122,7 @@ def shapes(
   num_rows = rows_per_step * steps_per_epoch
   length = bins.lengths[-1]
   batch = batching.batch_shapes(num_rows, length, routed_model, roles, bins.marks_demonstrations)
-  return batch, packing.step_shapes(length, rows_per_step)
+  return batch, packing.step_shapes(length, bins.share_prefixes, rows_per_step)
 
 
 def _identities(episodes, shape):

@@ -53,12 +53,18 @@ class Packing:
   """
 
   bin: Array  # [B] int32
-  column: Array  # [B,T] int32, the column of each token in its bin, rising along a row
+  offset: Array  # [B] int32, the column of the row's first token in its bin
   length: Array  # [B] int32, the tokens of the row; 0: it is in no bin
+  # The column [B,T] int32 of each token, rising along a row. None: no row shares a place, and the
+  # tokens of a row are next to each other.
+  column: Array | None = None
+  num_tokens: int = flax.struct.field(pytree_node=False, default=0)  # T
 
   @property
   def end(self) -> Array:
     """The column [B] after the last token of each row; 0 for a row that is in no bin."""
+    if self.column is None:
+      return self.offset + self.length
     is_last = np.arange(self.column.shape[1]) == self.length[:, None] - 1
     return ((self.column + 1) * is_last).sum(axis=1)
 
@@ -78,7 +84,8 @@ class Layout:
   row: jax.Array  # [R,P] int32, the first of the rows that have the token
   position: jax.Array  # [R,P] int32, within the row
   live: jax.Array  # [R,P] bool, false in padding
-  paths: attention.Paths  # [R,P] what the token in each place attends to
+  # What the token in each place [R,P] attends to; None: no row shares a place.
+  paths: attention.Paths | None
   slot: jax.Array  # [B,T] int32, among the R P of the bins; R P for other micro-batches
   owned: jax.Array  # [B,T] bool, true for tokens of this micro-batch
 
@@ -97,6 +104,8 @@ class Layout:
   @property
   def num_rows(self) -> jax.Array:
     """The number of rows [R,P] float32 that have the token in each place."""
+    if self.paths is None:
+      return self.live.astype(jnp.float32)
     return self._scattered_sum(self.owned.astype(jnp.float32))
 
   def pack(self, x: jax.Array) -> jax.Array:
@@ -106,6 +115,8 @@ class Layout:
 
   def add_up(self, x: jax.Array) -> jax.Array:
     """Sums x [B,T,..] over the rows that share a place: [R,P,..]. The transpose of `unpack`."""
+    if self.paths is None:
+      return self.pack(_where(self.predicted, x))
     return self._scattered_sum(_where(self.predicted, x))
 
   def unpack(self, y: jax.Array) -> jax.Array:
@@ -181,8 +192,12 @@ def pack(
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
+  num_tokens = num_tokens or capacities[-1]
   bins = np.zeros_like(lengths)
-  columns = np.zeros((len(lengths), num_tokens or capacities[-1]), np.int32)
+  offsets = np.zeros_like(lengths)
+  columns = None
+  if tokens is not None:
+    columns = np.zeros((len(lengths), num_tokens), np.int32)
   prefixes = _Prefixes(lengths, tokens)
   longest_first = np.argsort(-lengths, kind='stable')
   left = longest_first[lengths[longest_first] > 0]
@@ -202,11 +217,11 @@ def pack(
         most = served
     for number, rows in enumerate(contents, start=first_bin):
       bins[rows] = number
-      prefixes.number_places(rows, columns)
+      prefixes.number_places(rows, offsets, columns)
     placed = np.concatenate(contents)
     left = left[~np.isin(left, placed)]
     first_bin += num_bins
-  return Packing(bins, columns, lengths)
+  return Packing(bins, offsets, lengths, columns, num_tokens)
 
 
 class _Prefixes:
@@ -237,8 +252,8 @@ class _Prefixes:
     by_rank = np.concatenate([before, self.lengths[row : row + 1], after])
     return by_rank[self._rank]
 
-  def number_places(self, rows, columns):
-    """Writes the columns [B,T] of the rows of a bin: depth first."""
+  def number_places(self, rows, offsets, columns):
+    """Writes the offsets [B] and columns [B,T], if there are any, of the rows of a bin."""
     rows = sorted(rows, key=lambda row: self._rank[row])
     end = 0
     previous = None
@@ -247,9 +262,13 @@ class _Prefixes:
       if previous is not None:
         first, last = self._rank[previous], self._rank[row]
         common = int(self._common[first:last].min())
-        columns[row, :common] = columns[previous, :common]
       num_own = self.lengths[row] - common
-      columns[row, common : self.lengths[row]] = np.arange(end, end + num_own)
+      offsets[row] = end
+      if common:
+        offsets[row] = offsets[previous]
+        columns[row, :common] = columns[previous, :common]
+      if columns is not None:
+        columns[row, common : self.lengths[row]] = np.arange(end, end + num_own)
       end += num_own
       previous = row
 
@@ -304,12 +323,12 @@ def stack(steps: Sequence[Step]) -> Step:
   return jax.tree.map(join, *steps)
 
 
-def step_shapes(num_tokens: int, *axes: int) -> Step:
+def step_shapes(num_tokens: int, share_prefixes: bool, *axes: int) -> Step:
   """Returns the shapes of a Step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
   shape: Any = jax.ShapeDtypeStruct
-  of_rows = shape(axes, np.int32)
-  of_tokens = shape((*axes, num_tokens), np.int32)
-  return Step(of_rows, Packing(of_rows, of_tokens, of_rows))
+  whole = shape(axes, np.int32)
+  column = shape((*axes, num_tokens), np.int32) if share_prefixes else None
+  return Step(whole, Packing(whole, whole, whole, column, num_tokens))
 
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
@@ -383,35 +402,59 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
 def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int) -> Layout:
   """Returns the Layout of micro-batch j, with bins of P = `capacity`."""
   is_in_j = packing.bin // num_bins == j
-  num_rows, num_tokens = packing.column.shape
-  size = num_bins * capacity
-  first_slot = (packing.bin - j * num_bins) * capacity
-  tokens = jnp.arange(num_tokens)
+  tokens = jnp.arange(packing.num_tokens)
   owned = is_in_j[:, None] & (tokens < packing.length[:, None])
-  slot = first_slot[:, None] + packing.column
-  slot = jnp.where(owned, slot, size)
-  # The first row of several in a slot, and the largest end of their paths.
-  numbers = jnp.arange(num_rows * num_tokens).reshape(num_rows, num_tokens)
+  column = packing.column
+  if column is None:
+    column = packing.offset[:, None] + tokens
+  first_slot = (packing.bin - j * num_bins) * capacity
+  size = num_bins * capacity
+  slot = jnp.where(owned, first_slot[:, None] + column, size)
+  find_tokens = _tokens_in_order if packing.column is None else _first_tokens
+  row, position, live = find_tokens(slot, packing, size)
+  paths = None
+  if packing.column is not None:
+    paths = _paths(slot, packing, row, position, live, capacity)
+  in_bins = lambda x: x.reshape(num_bins, capacity)
+  row, position, live, paths = jax.tree.map(in_bins, (row, position, live, paths))
+  return Layout(row, position, live, paths, slot, owned)
+
+
+def _tokens_in_order(slot, packing, size):
+  """Returns (row, position, whether it is live) of each slot; no row shares one.
+
+  A slot holds a token of the last row that starts at or before it, if that row is long enough.
+  """
+  start = slot[:, 0]
+  order = jnp.argsort(start)
+  slots = jnp.arange(size)
+  starts = start[order]
+  before = jnp.searchsorted(starts, slots, side='right')
+  last = jnp.maximum(before - 1, 0)
+  row = order[last]
+  position = slots - start[row]
+  live = (before > 0) & (position < packing.length[row])
+  return row, jnp.where(live, position, 0), live
+
+
+def _first_tokens(slot, packing, size):
+  """Returns (row, position, whether it is live) of each slot, of the first row that has it."""
+  num_rows, num_tokens = slot.shape
+  numbers = jnp.arange(num_rows * num_tokens).reshape(slot.shape)
   number = jnp.full(size, num_rows * num_tokens).at[slot].min(numbers, mode='drop')
   live = number < num_rows * num_tokens
   number = jnp.where(live, number, 0)
-  row = number // num_tokens
-  position = number % num_tokens
-  column = jnp.arange(size) % capacity
-  ends = jnp.broadcast_to(packing.end[:, None], slot.shape)
-  end = (column + 1).at[slot].max(ends, mode='drop')
+  return number // num_tokens, number % num_tokens, live
+
+
+def _paths(slot, packing, row, position, live, capacity):
+  """Returns the Paths of the slots, in one row."""
+  own = jnp.arange(len(row)) % capacity
   before = packing.column[row, jnp.maximum(position - 1, 0)]
-  parent = jnp.where(live & (position > 0), before, column)
-  in_bins = lambda x: x.reshape(num_bins, capacity)
-  paths = attention.Paths(in_bins(parent), in_bins(end), in_bins(position))
-  return Layout(
-      row=in_bins(row),
-      position=in_bins(position),
-      live=in_bins(live),
-      paths=paths,
-      slot=slot,
-      owned=owned,
-  )
+  parents = jnp.where(live & (position > 0), before, own)
+  row_ends = jnp.broadcast_to(packing.end[:, None], slot.shape)
+  ends = (own + 1).at[slot].max(row_ends, mode='drop')  # the largest of the paths through a slot
+  return attention.Paths(parents, ends, position)
 
 
 def _where(mask, x):
