@@ -1,7 +1,7 @@
 """What it saves to train the common prefixes of rows once: rows per second, and memory.
 
   python -m benchmarks.prefixes            # minutes on two cores
-  python -m benchmarks.prefixes --quick    # that it runs
+  python -m benchmarks.prefixes --quick    # a small case
 
 Each case trains the same rows with `config.train.share_prefixes` and without, in turn, in one
 process: an optimizer step of actor and critic, and log-probs and values before it. `ratio` above 1

@@ -344,7 +344,7 @@ class LeaseTest(absltest.TestCase):
     self.abandon('one')
     with mock.patch.object(buckets, '_EXPIRES_S', 1e6):
       with buckets.hold(self.bucket, self.place('one')):
-        pass
+        self.assertIn('in_use.json', buckets.names(self.bucket))
 
   def test_lost_lease_ends_the_former_run(self):
     former = self.abandon('one')

@@ -198,7 +198,7 @@ def forward_functions(name):
   def together(params, tokens, places):
     y = 0
     for j in range(ROWS // 2):
-      layout = packing.layout(places, j, 2, LENGTH)
+      layout = packing.layout(places, j, 2, 2 * LENGTH)
       parts = outputs(params, layout.pack(tokens), layout.paths)
       y += jnp.stack([layout.unpack(part) for part in parts])
     return jnp.sum(y * weights), y
@@ -215,17 +215,20 @@ class ModelTest(parameterized.TestCase):
   def test_outputs_and_gradients_equal_rows_alone(self, name):
     params, alone, together = forward_functions(name)
     shared = 0
+    num_moved = 0  # rows with a gap between their places: they branch off
     for seed in range(3):
       rng = np.random.default_rng(seed)
       tokens = trie_tokens(rng)
       lengths = rng.integers(1, LENGTH + 1, ROWS)
-      places = packed(tokens, lengths, 2, (LENGTH,))
+      places = packed(tokens, lengths, 2, (2 * LENGTH,))
       shared += lengths.sum() - packing.num_places(places)
+      num_moved += (places.column - places.column[:, :1] > np.arange(LENGTH)).any(axis=1).sum()
       (_, expected), expected_grad = alone(params, tokens, lengths)
       (_, got), grad = together(params, tokens, places)
       np.testing.assert_allclose(got, expected, atol=2e-5)
       chex.assert_trees_all_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
     self.assertGreater(shared, 30)
+    self.assertGreater(num_moved, 5)
 
 
 def trie_batch():

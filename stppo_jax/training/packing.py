@@ -62,7 +62,7 @@ class Packing:
 
   @property
   def end(self) -> Array:
-    """The column [B] after the last token of each row; 0 for a row that is in no bin."""
+    """The column [B] after the last token of each row; of no meaning for a row in no bin."""
     if self.column is None:
       return self.offset + self.length
     is_last = np.arange(self.column.shape[1]) == self.length[:, None] - 1
