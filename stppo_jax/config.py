@@ -71,6 +71,10 @@ class EnvSettings(Section):
   reward: str = setting(
       'em', 'score of an answer, or a function (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format', 'search_r1'), plugin=True)
+  branch_credit: str = setting(
+      'episode', "agent programs: every row has the episode's reward ('episode'), or the rows of "
+      "an agent have the reward that the program posts for it, if it does ('program')",
+      allowed=('episode', 'program'))
   tools: tuple[str, ...] = setting(
       (), "tools of the environment 'tools': 'calculator', 'search', module:function, mcp:COMMAND",
       plugin=True, prefixes=('mcp',))
@@ -433,11 +437,14 @@ class PipelineSettings(Section):
 
 @dataclasses.dataclass
 class MeshSettings(Section):
-  """The devices: data * fsdp * tensor. One axis may be -1, which means all remaining devices."""
+  """The devices: data * fsdp * context * tensor. One may be -1: all remaining devices."""
 
   data: int = setting(1, 'copies of the model', at_least=-1, resume_safe=True)
   fsdp: int = setting(
       -1, 'shards of parameters, gradients and optimizer state', at_least=-1, resume_safe=True)
+  context: int = setting(
+      1, 'shards of each row, by its tokens, which split the parameters as fsdp does',
+      at_least=-1, resume_safe=True)
   tensor: int = setting(1, 'shards of each matrix product', at_least=-1, resume_safe=True)
 
 

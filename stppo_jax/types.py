@@ -291,6 +291,10 @@ class Episode:
   # it begins with, if it branched off another one.
   segment: int = 0
   branched_from: tuple[int, int] | None = None
+  # Id of the agent within the program that played the row, as its client's headers say. `parent` is
+  # (segment, turns of it) that came before the row where the row begins with none of its tokens.
+  agent_id: str = ''
+  parent: tuple[int, int] | None = None
 
   error: str = ''  # what the environment's code raised, where, and in which turn
   log: str = ''  # the end of what an agent program, if it is a command, wrote to standard error
@@ -392,6 +396,10 @@ class Episode:
       record['segment'] = self.segment
     if self.branched_from is not None:
       record['branched_from'] = list(self.branched_from)
+    if self.agent_id:
+      record['agent_id'] = self.agent_id
+    if self.parent is not None:
+      record['parent'] = list(self.parent)
     if self.error:
       record['error'] = self.error
     if self.log:
@@ -453,10 +461,11 @@ class Episode:
       )
       turns.append(turn)
       end = start
-    branched_from = None
-    if 'branched_from' in record:
-      segment, num_turns = record['branched_from']
-      branched_from = segment, num_turns
+    places: dict[str, tuple[int, int]] = {}
+    for name in ('branched_from', 'parent'):
+      if name in record:
+        segment, num_turns = record[name]
+        places[name] = segment, num_turns
     return cls(
         task=task,
         group=record['group'],
@@ -471,7 +480,9 @@ class Episode:
         number=record.get('of_episode'),
         whole_score=record.get('whole_score'),
         segment=record.get('segment', 0),
-        branched_from=branched_from,
+        branched_from=places.get('branched_from'),
+        agent_id=record.get('agent_id', ''),
+        parent=places.get('parent'),
         error=record.get('error', ''),
         log=record.get('log', ''),
         demonstrated=record.get('demonstrated', False),

@@ -20,6 +20,7 @@ from stppo_jax.text import template as template_lib
 from stppo_jax.text import turns as turns_lib
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
+from stppo_jax.types import UserError
 from tests.support import tiny_tokenizer
 
 WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids), opening=lambda ids: '')
@@ -140,6 +141,50 @@ class SessionTest(absltest.TestCase):
     for turn in (0, 2):
       with self.assertRaises(ValueError):
         self.session.reward(1.0, turn)
+
+
+class SharedTurnTest(absltest.TestCase):
+  """A row of two turns, and a row that branches off after the first one.
+
+  row 0   1 | 2 | 9 | 3     rewards 0, 1
+  row 1   1 , 2 , 8 | 4     reward 2
+  """
+
+  def setUp(self):
+    super().setUp()
+    session = sessions.Session(IDS_ONLY, jax.random.key(0), sessions.Sampling())
+    for prompt, token in (([1], 2), ([1, 2, 9], 3), ([1, 2, 8], 4)):
+      plan = session.plan_prompt(prompt)
+      session.record(plan, [token], [-0.5], [{'role': 'assistant', 'content': ''}])
+    session.reward(1.0, turn=2)
+    session.reward(2.0, turn=3)
+    rows = [
+        dataclasses.replace(row, number=0) for row in session.episodes(Task('a', 'b', ('c',)), 0)
+    ]
+    self.assertEqual([row.branched_from for row in rows], [None, (0, 1)])
+    self.batch = batching.to_turn_batch(rows, (4,))
+
+  def test_shared_turn_is_trained_in_its_first_row(self):
+    np.testing.assert_array_equal(self.batch.tokens, [[1, 2, 9, 3], [1, 2, 8, 4]])
+    np.testing.assert_array_equal(self.batch.action_mask, [[0, 1, 0, 1], [0, 0, 0, 1]])
+
+  def test_advantages_follow_path_of_their_row(self):
+    """With gamma = .9 and lambda = .8, and the values .5 and .7 in row 0, .3 in row 1:
+
+    row 0   A_2 = 1 - .7 = .3,   A_1 = 0 + .9 * .7 - .5 + .9 * .8 * .3 = .346
+    row 1   A_1 = 2 - .3 = 1.7, which is no part of the advantage of the turn before it
+    """
+    values = np.float32([[0, 0.5, 0, 0.7], [0, 0, 0, 0.3]])
+    batch = self.batch.replace(old_values=values)
+    for name in ('token_gae', 'turn_gae'):
+      variant = dataclasses.replace(
+          variants.VARIANTS['st_ppo'], advantage=name, gamma=0.9, lam=0.8, whiten=False
+      )
+      estimated = advantages.estimate(batch, variant)
+      expected = [[0, 0.346, 0, 0.3], [0, 0, 0, 1.7]]
+      np.testing.assert_allclose(estimated.advantages, expected, rtol=1e-5, atol=1e-7)
+      returns = np.where(batch.action_mask > 0, np.float32(expected) + values, 0)
+      np.testing.assert_allclose(estimated.returns, returns, rtol=1e-5, atol=1e-7)
 
 
 class EpisodeScoreTest(absltest.TestCase):
@@ -415,6 +460,145 @@ class ChatSessionTest(parameterized.TestCase):
       self.assertLess(match.call_count, 100)
       self.session.plan([*new, say('3 says  7'), ask('q')])
     self.assertEqual(self.session.counts['rewritten'], 1)
+
+
+class AgentsTest(parameterized.TestCase):
+  """Programs whose client says which agent sends a request, and which agent has started it."""
+
+  def setUp(self):
+    super().setUp()
+    self.session = self.make_session()
+
+  def make_session(self, **recording):
+    return sessions.Session(
+        IDS_ONLY, jax.random.key(0), sessions.Sampling(), recording=sessions.Recording(**recording)
+    )
+
+  def turn(self, prompt, tokens, agent='', parent=''):
+    """The model says tokens. Returns the conversation with them, and an observation."""
+    plan = self.session.plan_prompt(prompt, sessions.ClientAgent(agent, parent))
+    self.session.record(plan, tokens, [-0.5] * len(tokens), [{'role': 'assistant', 'content': ''}])
+    return [*prompt, *tokens, 99]
+
+  def rows(self):
+    """Returns {number: (agent, parent, branched_from, turns)}, as records keep them."""
+    found = {}
+    for row in self.session.episodes(Task('t', 'q', ('a',)), 0):
+      row = Episode.from_dict(row.to_dict())
+      found[row.segment] = (row.agent_id, row.parent, row.branched_from, len(row.turns))
+    return found
+
+  def test_sub_agents_and_compaction_are_a_tree(self):
+    main = self.turn([1], [2], 'main')
+    first = self.turn([3], [4], 'first', 'main')
+    main = self.turn(main, [5], 'main')  # while the sub-agent is at work
+    self.turn([6], [7], 'second', 'main')
+    self.turn([8], [9], 'inner', 'first')
+    self.turn(first, [10], 'first', 'main')
+    self.turn([11], [12], 'main')  # a summary in place of the history
+    self.turn(main, [13], 'main')  # the row before it continues
+    expected = {
+        0: ('main', None, None, 3),
+        1: ('first', (0, 1), None, 2),
+        2: ('second', (0, 2), None, 1),
+        3: ('inner', (1, 1), None, 1),
+        4: ('main', (0, 2), None, 1),
+    }
+    self.assertEqual(self.rows(), expected)
+    self.assertEqual(self.session.counts['wrong_parents'], 0)
+
+  def test_agent_that_inherits_history_has_own_row(self):
+    """It continues the history to the last turn, and its parent continues it, too."""
+    main = self.turn([1], [2], 'main')
+    child = self.turn(main, [3], 'child', 'main')
+    self.turn(main, [4], 'main')
+    self.turn(child, [5], 'child', 'main')
+    expected = {0: ('main', None, None, 2), 1: ('child', None, (0, 1), 2)}
+    self.assertEqual(self.rows(), expected)
+
+  def test_request_without_id_is_matched_by_tokens(self):
+    main = self.turn([1], [2], 'main')
+    self.turn(main, [3])
+    self.turn(main, [4])
+    self.turn([5], [6])
+    expected = {0: ('main', None, None, 2), 1: ('', None, (0, 1), 1), 2: ('', None, None, 1)}
+    self.assertEqual(self.rows(), expected)
+    self.assertEqual(self.session.counts['wrong_parents'], 0)
+
+  @parameterized.named_parameters(
+      ('unknown', [('a', 'b')], 'b'),
+      ('itself', [('a', 'a')], 'a'),
+      ('loop', [('a', 'b'), ('b', 'a'), ('a', 'b')], 'b'),
+      ('without_own_id', [('a', ''), ('', 'a')], 'a'),
+      ('another_than_before', [('a', ''), ('b', ''), ('c', 'a'), ('c', 'b')], 'b'),
+      ('later_than_first_row', [('a', ''), ('b', ''), ('b', 'a')], 'a'),
+  )
+  def test_wrong_parent_loses_no_turn(self, agents, wrong):
+    """Each request begins a row. The row of every parent is older than its children."""
+    for number, (agent, parent) in enumerate(agents):
+      self.turn([number], [50 + number], agent, parent)
+    rows = self.rows()
+    self.assertLen(rows, len(agents))
+    for number, (_, parent, _, _) in rows.items():
+      self.assertTrue(parent is None or parent[0] < number, rows)
+    num_wrong = agents.count(agents[-1])
+    self.assertEqual(self.session.counts['wrong_parents'], num_wrong)
+    self.assertEqual(self.session.wrong_parent, wrong)
+
+  def test_samples_of_one_request_have_one_parent(self):
+    self.turn([1], [2], 'main')
+    plan = self.session.plan_prompt([3], sessions.ClientAgent('child', 'main'))
+    for each in (plan, self.session.fork(plan)):
+      self.session.record(each, [4], [-0.5], [{'role': 'assistant', 'content': ''}])
+    self.assertEqual([parent for _, parent, _, _ in self.rows().values()], [None, (0, 1), (0, 1)])
+
+  def rewards(self, **kwargs):
+    rows = self.session.episodes(Task('t', 'q', ('a',)), 0, **kwargs)
+    self.assertLen({row.whole_score for row in rows}, 1)
+    by_row = {row.segment: [turn.reward for turn in row.turns] for row in rows}
+    return by_row, rows[0].whole_score
+
+  def play_with_rewards(self):
+    main = self.turn([1], [2], 'main')
+    self.turn([3], [4], 'child', 'main')
+    self.turn([5], [6], 'child', 'main')  # after a summary
+    self.turn([7], [8])
+    self.turn(main, [9], 'main')
+    self.session.reward(0.5, turn=2)
+    self.session.reward(1.0)
+
+  def test_reward_of_agent_replaces_that_of_episode(self):
+    self.session = self.make_session(credits_branches=True)
+    self.play_with_rewards()
+    whole = ({0: [0.0, 1.0], 1: [1.5], 2: [1.0], 3: [1.0]}, 1.5)
+    self.assertEqual(self.rewards(), whole)
+    self.session.reward(-2.0, agent='child')
+    self.assertEqual(self.rewards(), ({0: [0.0, 1.0], 1: [-1.5], 2: [-2.0], 3: [1.0]}, 1.5))
+    single, score = self.rewards(first_is_whole=True)
+    self.assertEqual((single[0], score), ([0.0, 1.5], 1.5))  # an evaluation has the episode's score
+
+  def test_reward_of_agent_leaves_episode_to_its_score(self):
+    """The reward function scores an episode whose program has posted rewards of agents only."""
+    self.session = self.make_session(credits_branches=True)
+    self.turn([1], [2], 'main')
+    self.session.reward(0.0, agent='main')
+    self.assertFalse(self.session.has_reward)
+    self.session.reward(1.0)
+    self.assertEqual(self.rewards(), ({0: [0.0]}, 1.0))
+
+  @parameterized.parameters(
+      (True, 'other', None, "session='other'.*('main')"),
+      (True, '', None, 'X-Session-Id'),
+      (True, 'main', 1, 'leave one out'),
+      (False, 'main', None, 'branch_credit'),
+  )
+  def test_wrong_reward_of_agent_is_an_error(self, credits_branches, agent, turn, words):
+    self.session = self.make_session(credits_branches=credits_branches)
+    self.turn([1], [2], 'main')
+    self.turn([3], [4])
+    with self.assertRaisesRegex(UserError, words):
+      self.session.reward(1.0, turn, agent=agent)
+    self.assertEqual(self.rewards(), ({0: [0.0], 1: [0.0]}, 0.0))
 
 
 if __name__ == '__main__':

@@ -105,7 +105,9 @@ def running(
       plain_logp=settings.logprobs_mode == 'raw_logprobs',
       grammars=scheduler.grammars,
       forces_in_sessions=settings.forced_choice == 'auto',
-      recording=sessions.Recording(settings.max_rows, settings.thoughts == 'keep'),
+      recording=sessions.Recording(
+          settings.max_rows, settings.thoughts == 'keep', config.env.branch_credit == 'program'
+      ),
       turn_end=turn_end,
   )
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)

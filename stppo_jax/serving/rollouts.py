@@ -139,6 +139,28 @@ class ProgramAgent(agent_lib.Agent):
           counts['unrecorded'],
           self.config.serve.max_rows,
       )
+    if counts['wrong_parents'] and 'wrong_parents' not in self.warnings:
+      self.warnings.add('wrong_parents')
+      logging.warning(
+          '%s: %d rows are recorded without the parent that their headers name, because it is not '
+          'another agent with a recorded turn, or not the parent of the first row of their agent. '
+          'The first such parent: %r',
+          kind,
+          counts['wrong_parents'],
+          next(filter(None, (run.session.wrong_parent for run in runs))),
+      )
+    may_reward_agents = self.config.env.branch_credit == 'program'
+    has_rewarded_agents = any(run.session.has_agent_rewards for run in runs)
+    branches = any(run.session.num_segments > 1 for run in runs)
+    if may_reward_agents and branches and not has_rewarded_agents:
+      if 'branch_credit' not in self.warnings:
+        self.warnings.add('branch_credit')
+        logging.warning(
+            "%s: config.env.branch_credit='program', and no program of the batch has posted the "
+            'reward of an agent ({"reward": 1.0, "session": ID}). So all rows have the reward of '
+            'their episode',
+            kind,
+        )
     num_turns = sum(run.session.num_turns for run in runs)
     if 2 * counts['rewritten'] >= num_turns > 0 and 'rewritten' not in self.warnings:
       self.warnings.add('rewritten')

@@ -7,6 +7,7 @@
   GET /metrics                Prometheus format
   /s/SESSION/v1/..            the same within a session
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the episode
+                              {"reward": 1.0, "session": ID}: of an agent, see `_client_agent`
 
 With `serve.weights_folder` a trainer controls the server as it controls vLLM:
   POST /pause?mode=keep       stops sampling; with mode=wait the requests in progress end first
@@ -26,6 +27,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 import functools
 import re
 from typing import Annotated
@@ -52,14 +54,16 @@ from stppo_jax.types import UserError
 
 _POLL_S = 0.01
 _Writer = api.TextWriter | messages.MessagesWriter | responses_lib.ResponsesWriter
+_MAX_AGENT_ID = 256  # characters
 _MetricName = Annotated[str, pydantic.Field(pattern=r'^\w{1,40}$')]
 
 
 class RewardBody(http_server.Body):
-  """A reward of a turn or of the episode."""
+  """A reward of a turn, of an agent or of the episode."""
 
   reward: float
   turn: int | None = None
+  session: http_server.Text | None = None  # the agent's X-Session-Id
   metrics: Annotated[dict[_MetricName, float], pydantic.Field(max_length=64)] | None = None
 
 
@@ -167,7 +171,9 @@ class GatewayApp(http_server.HttpApp):
       body: service_lib.Body,
   ) -> responses.Response | Json:
     """Answers a request in the form of a writer."""
-    answer = await self.service.begin(body, self._session(request))
+    session = self._session(request)
+    agent = sessions.NO_AGENT if session is None else _client_agent(request.headers)
+    answer = await self.service.begin(body, session, agent)
     writer = make_writer(self.service.name, body, answer)
     if body.stream:
       return _EventStream(answer, writer.events())
@@ -207,7 +213,7 @@ class GatewayApp(http_server.HttpApp):
 
   async def _reward(self, request: requests.Request, body: RewardBody) -> Json:
     session = self.service.session(request.path_params['session'])
-    session.reward(body.reward, body.turn, body.metrics)
+    session.reward(body.reward, body.turn, body.metrics, body.session)
     return {}
 
   async def _pause(self, request: requests.Request, unused_body: None) -> Json:
@@ -265,6 +271,26 @@ class _EventStream(responses.StreamingResponse):
       await super().__call__(scope, receive, send)
     finally:
       self._answer.close()
+
+
+def _client_agent(headers: Mapping[str, str]) -> sessions.ClientAgent:
+  """Returns the agent that sends a request. RequestError: its id is too long.
+
+  OpenCode's X-Session-Id and X-Parent-Session-Id count first. Claude Code has one session for all
+  agents of a program, and an additional id for each agent but the main one.
+  """
+  name = headers.get('x-session-id', '')
+  parent = headers.get('x-parent-session-id', '')
+  if not (name or parent):
+    session = headers.get('x-claude-code-session-id', '')
+    name = headers.get('x-claude-code-agent-id', '') or session
+    if name != session:
+      parent = headers.get('x-claude-code-parent-agent-id', '') or session
+  for text in (name, parent):
+    if len(text) > _MAX_AGENT_ID:
+      message = f'an id of an agent has {len(text)} characters: use at most {_MAX_AGENT_ID}'
+      raise http_server.RequestError(400, message)
+  return sessions.ClientAgent(name, parent)
 
 
 def _read_nothing(fields: Json) -> None:

@@ -103,13 +103,18 @@ class Service:
     (plan, *_), _ = await self._encode_in_thread(body, None)
     return len(plan.ids)
 
-  async def begin(self, body: Body, session: sessions.Session | None) -> answers.Answer:
+  async def begin(
+      self,
+      body: Body,
+      session: sessions.Session | None,
+      agent: sessions.ClientAgent = sessions.NO_AGENT,
+  ) -> answers.Answer:
     """Queues a request. Raises RequestError, Closed and Busy.
 
-    In a session any model name is accepted.
+    In a session any model name is accepted, and `agent` sends the request.
     """
     self._check(body, session)
-    plans, grammar = await self._encode_in_thread(body, session)
+    plans, grammar = await self._encode_in_thread(body, session, agent)
     if session is not None and isinstance(body, api.ChatBody) and body.is_forced:
       session.counts['forced'] += 1
     answer = self._make_answer(body, session, plans, grammar)
@@ -192,11 +197,14 @@ class Service:
       raise http_server.RequestError(404, message, 'model_not_found', 'model')
 
   async def _encode_in_thread(
-      self, body: Body, session: sessions.Session | None
+      self,
+      body: Body,
+      session: sessions.Session | None,
+      agent: sessions.ClientAgent = sessions.NO_AGENT,
   ) -> tuple[list[sessions.RequestPlan], str]:
     """Returns the plans of the choices, and their grammar. Raises RequestError and Closed."""
     self._num_encoding += 1
-    future = self._encoder.submit(self._encode, body, session)
+    future = self._encoder.submit(self._encode, body, session, agent)
     try:
       return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -215,7 +223,7 @@ class Service:
       self._num_encoding -= 1
 
   def _encode(
-      self, body: Body, session: sessions.Session | None
+      self, body: Body, session: sessions.Session | None, agent: sessions.ClientAgent
   ) -> tuple[list[sessions.RequestPlan], str]:
     """Returns the plans of the choices: all samples of a prompt, then those of the next.
 
@@ -233,9 +241,9 @@ class Service:
         self._grammars.start(grammar)  # compiles it here, or rejects it
       return plans, grammar
     if isinstance(body, api.ChatBody):
-      first = session.plan(self._conversation(body), body.offered_tools)
+      first = session.plan(self._conversation(body), body.offered_tools, agent)
     else:
-      first = session.plan_prompt(body.prompt[0])
+      first = session.plan_prompt(body.prompt[0], agent)
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a separate segment
     return [first, *more], ''
 

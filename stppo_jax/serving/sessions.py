@@ -9,6 +9,13 @@ recorded turn. Any other request starts a new segment, which is counted by its k
   segment 2   prompt, turn 1 and tool result as above    | turn 4            (branched)
   segment 3   prompt | another text than turn 1 | tool result | turn 5       (rewritten)
   segment 4   another prompt | turn 6                                        (a conversation)
+
+Clients may say which agent sends a request, and which agent has started it (`ClientAgent`). The
+segments are then the nodes of a tree, in which every parent is older than its children:
+
+  a segment that begins with recorded turns    comes after the last of these turns (`branched_from`)
+  another segment of an agent that has one     comes after the agent's last turn   (`parent`)
+  the first segment of an agent                comes after its parent's last turn  (`parent`)
 """
 
 from collections.abc import Callable
@@ -42,6 +49,7 @@ COUNTS = (
     'unrecorded',
     'forced',
     'too_long',
+    'wrong_parents',
 )
 
 
@@ -58,12 +66,23 @@ class Sampling:
   max_turn: int = 500  # tokens
 
 
+class ClientAgent(NamedTuple):
+  """The agent within a program that sends a request, as the headers of its client say."""
+
+  name: str = ''  # empty: the client does not say
+  parent: str = ''  # name of the agent that has started it; empty: none has
+
+
+NO_AGENT = ClientAgent()
+
+
 @dataclasses.dataclass(frozen=True)
 class Recording:
   """What a session records."""
 
   max_rows: int = 16  # the turns of further segments are not recorded
   keeps_thoughts: bool = True  # a turn that comes back without its thoughts is the recorded one
+  credits_branches: bool = False  # an agent may have a reward in place of the episode's
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,6 +122,9 @@ class Segment:
   texts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
   first_prompt: str | Sequence[int] = ''  # without messages
   branched_from: tuple[int, int] | None = None  # (number of a segment, turns of it)
+  agent: str = ''  # name of the agent that plays it
+  parent: tuple[int, int] | None = None  # (number of a segment, turns of it), without its tokens
+  wrong_parent: str = ''  # the parent that its agent cannot have
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
   ends_cut: bool = False  # the last turn did
@@ -112,9 +134,15 @@ class Segment:
     """Messages before its first turn. A branch has turns of another segment among them."""
     return self.ends[0][0] - 1
 
-  def is_free_after(self, num_turns: int) -> bool:
-    """Whether a request can continue it after this number of turns."""
-    return num_turns == len(self.turns) and not self.is_extended
+  def is_free_after(self, num_turns: int, agent: ClientAgent) -> bool:
+    """Whether a request of an agent can continue it after this number of turns."""
+    is_own = agent.name in ('', self.agent)
+    return is_own and num_turns == len(self.turns) and not self.is_extended
+
+  @property
+  def place(self) -> tuple[int, int]:
+    """Its number, and its turns so far."""
+    return self.number, len(self.turns)
 
   def origin_of(self, plan: 'RequestPlan') -> tuple[int, int] | None:
     """Returns where another sample of a request of this segment branches off."""
@@ -255,12 +283,15 @@ class Session:
     self._segments: list[Segment] = []
     self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
     self._index: turns_lib.TurnIndex[Segment] = turns_lib.TurnIndex()
+    self._last_segments: dict[str, Segment] = {}  # name of an agent -> the one with its last turn
+    self._parents: dict[str, str] = {}  # name of an agent -> that of the agent that started it
     self._unfinished: list[_UnfinishedTurn] = []
     self._last_text = ''  # text of the last turn, recorded or not
     self._transcript = ''  # up to the last turn
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
+    self._agent_rewards: dict[str, float] = {}  # in place of the final reward
     self.has_reward = False  # the client has posted a reward, of whatever value
     self._metrics: dict[str, float] = {}
     self.counts = dict.fromkeys(COUNTS, 0.0)
@@ -299,8 +330,27 @@ class Session:
         self.counts['too_long'] += 1
       raise
 
+  @property
+  def wrong_parent(self) -> str:
+    """The first parent that an agent cannot have; empty: there is none."""
+    names = (segment.wrong_parent for segment in self._segments)
+    return next(filter(None, names), '')
+
+  @property
+  def num_segments(self) -> int:
+    """Segments with a recorded turn."""
+    return len(self._segments)
+
+  @property
+  def has_agent_rewards(self) -> bool:
+    """Whether an agent has a reward in place of the episode's."""
+    return bool(self._agent_rewards)
+
   def plan(
-      self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Mapping[str, object]] = (),
+      agent: ClientAgent = NO_AGENT,
   ) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
 
@@ -312,9 +362,9 @@ class Session:
     keeps = self._recording.keeps_thoughts
     decode = self._template.tokenizer.decode
     with self._open():
-      best, prefix = self._longest_of_chat(read, written)
+      best, prefix = self._longest_of_chat(read, written, agent)
       if self._adopt(written, prefix, lambda turn: turn.end_in_chat(read, keeps, decode)):
-        best, prefix = self._longest_of_chat(read, written)
+        best, prefix = self._longest_of_chat(read, written, agent)
       for turn in prefix.lacks_thoughts:
         self.counts['thoughts_kept'] += not turn.thoughts_kept
         turn.thoughts_kept = True
@@ -337,14 +387,13 @@ class Session:
       self._template.check(ids)
     with self._open():
       kind = ''
-      origin = None
-      if best is None or not best.is_free_after(prefix.num_turns):
+      if best is None or not best.is_free_after(prefix.num_turns, agent):
         kind = self._kind_of_chat(read, written, best, prefix)
         origin = _origin(best, prefix)
-        best = None
-      return self._claim(ids, best, written, kind, known, origin=origin)
+        best = self._begin(Segment(ids, written, branched_from=origin), agent)
+      return self._claim(ids, best, kind, known)
 
-  def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
+  def plan_prompt(self, prompt: str | Sequence[int], agent: ClientAgent = NO_AGENT) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
 
     Control tokens of a text are tokens. Raises Closed, and TooLong.
@@ -353,9 +402,9 @@ class Session:
       prompt = self._template.without_bos(prompt)
     decode = self._template.tokenizer.decode
     with self._open():
-      best, prefix = self._longest_of_prompt(prompt)
+      best, prefix = self._longest_of_prompt(prompt, agent)
       if self._adopt(_PLAIN, prefix, lambda turn: turn.end_in_prompt(prompt, decode)):
-        best, prefix = self._longest_of_prompt(prompt)
+        best, prefix = self._longest_of_prompt(prompt, agent)
       ids: list[int] = []
       new = prompt
       if best is not None:
@@ -374,41 +423,45 @@ class Session:
       self._template.check(ids)
     with self._open():
       kind = ''
-      origin = None
-      if best is None or not best.is_free_after(prefix.num_turns):
+      if best is None or not best.is_free_after(prefix.num_turns, agent):
         kind = self._kind_of_prompt(prompt, best)
         origin = _origin(best, prefix)
-        best = None
-      return self._claim(ids, best, _PLAIN, kind, (), prompt, origin)
+        new_segment = Segment(ids, _PLAIN, first_prompt=prompt, branched_from=origin)
+        best = self._begin(new_segment, agent)
+      return self._claim(ids, best, kind, (), prompt)
 
   def _plain_segments(self) -> list[Segment]:
     return [segment for segment in self._segments if segment.tools == _PLAIN]
 
   def _longest_of_chat(
-      self, messages: Sequence[turns_lib.ReadMessage], tools: str
+      self, messages: Sequence[turns_lib.ReadMessage], tools: str, agent: ClientAgent
   ) -> tuple[Segment | None, Prefix]:
     segments = [segment for segment in self._segments if segment.tools == tools]
     keeps = self._recording.keeps_thoughts
-    return self._longest(segments, [segment.prefix(messages, keeps) for segment in segments])
+    prefixes = [segment.prefix(messages, keeps) for segment in segments]
+    return self._longest(segments, prefixes, agent)
 
-  def _longest_of_prompt(self, prompt: str | Sequence[int]) -> tuple[Segment | None, Prefix]:
+  def _longest_of_prompt(
+      self, prompt: str | Sequence[int], agent: ClientAgent
+  ) -> tuple[Segment | None, Prefix]:
     segments = self._plain_segments()
-    return self._longest(segments, [segment.prefix_of_prompt(prompt) for segment in segments])
+    prefixes = [segment.prefix_of_prompt(prompt) for segment in segments]
+    return self._longest(segments, prefixes, agent)
 
   def _longest(
-      self, segments: Sequence[Segment], prefixes: Sequence[Prefix]
+      self, segments: Sequence[Segment], prefixes: Sequence[Prefix], agent: ClientAgent
   ) -> tuple[Segment | None, Prefix]:
     """Returns the segment whose turns reach furthest into a request, and its prefix.
 
     A branch has the turns before it in its prompt, so the number of its turns tells nothing. Of
     equal ones, a segment is preferred whose thoughts came back, without text after the last turn,
-    and that ends there and is not being continued.
+    and that ends there, is not being continued and can be the agent's.
     """
     best = None
     longest = Prefix()
     best_rank = (0, 0, 0, False)
     for segment, prefix in zip(segments, prefixes):
-      is_free = segment.is_free_after(prefix.num_turns)
+      is_free = segment.is_free_after(prefix.num_turns, agent)
       rank = (prefix.size, -len(prefix.lacks_thoughts), -len(prefix.rest), is_free)
       if prefix.num_turns and (best is None or rank > best_rank):
         best = segment
@@ -477,35 +530,63 @@ class Session:
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a separate segment."""
+    with self._lock:
+      return self._claim_sample(plan)
+
+  def _claim_sample(self, plan: RequestPlan) -> RequestPlan:
+    """Returns `fork`. The lock must be held."""
     segment = plan.segment
     assert segment is not None
-    with self._lock:
-      origin = segment.origin_of(plan)
-      return self._claim(
-          plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt, origin
-      )
+    origin = segment.origin_of(plan)
+    sample = Segment(
+        plan.ids,
+        segment.tools,
+        self._next_number(),
+        first_prompt=plan.prompt,
+        branched_from=origin,
+        agent=segment.agent,
+        parent=segment.parent if origin is None else None,
+        wrong_parent=segment.wrong_parent,
+    )
+    return self._claim(plan.ids, sample, 'branched', plan.messages, plan.prompt)
+
+  def _next_number(self) -> int:
+    """Returns the number of a segment that begins."""
+    self._num_begun += 1
+    return self._num_begun - 1
+
+  def _begin(self, segment: Segment, agent: ClientAgent) -> Segment:
+    """Gives a new segment its number, its agent and its parent.
+
+    Choice: an agent has the parent of its first segment, which must have a recorded turn before.
+    So no agent can be its own ancestor. A segment that names another parent is recorded without it.
+    """
+    segment.number = self._next_number()
+    segment.agent = agent.name
+    own = self._last_segments.get(agent.name)
+    parent = own
+    if agent.name and own is None:
+      parent = self._last_segments.get(agent.parent)
+      self._parents[agent.name] = agent.parent if parent is not None else ''
+    if agent.parent != self._parents.get(agent.name, ''):
+      segment.wrong_parent = agent.parent
+    if parent is not None and segment.branched_from is None:
+      segment.parent = parent.place
+    return segment
 
   def _claim(
       self,
       ids: list[int],
-      segment: Segment | None,
-      tools: str,
+      segment: Segment,
       kind: str,
       messages: Sequence[turns_lib.ReadMessage | RecordedTurn],
       prompt: str | Sequence[int] = '',
-      origin: tuple[int, int] | None = None,
   ) -> RequestPlan:
-    """Returns the plan of a request that continues a segment, or begins one of a kind.
-
-    `origin` is where a segment that begins has branched off.
-    """
+    """Returns the plan of a request that continues a segment, or begins one of a kind."""
     if not self._has_room:
       kind = ''
     if kind:
       self.counts[kind] += 1
-    if segment is None:
-      segment = Segment(ids, tools, self._num_begun, first_prompt=prompt, branched_from=origin)
-      self._num_begun += 1
     segment.is_extended = True
     key = self._key
     if segment.number:  # the first has the key of the episode, as one that the engine plays
@@ -562,10 +643,7 @@ class Session:
         continue
       adopts = True
       if segment.is_extended or len(segment.ids) > len(plan.ids):  # by another request
-        origin = segment.origin_of(plan)
-        plan = self._claim(
-            plan.ids, None, segment.tools, 'branched', plan.messages, plan.prompt, origin
-        )
+        plan = self._claim_sample(plan)
       elif plan.kind:
         self.counts[plan.kind] += 1
       self._unfinished.remove(turn)
@@ -620,7 +698,10 @@ class Session:
       segment.turns[-1].observation = np.array(new, np.int32)
     else:
       self._segments.append(segment)
+      self.counts['wrong_parents'] += segment.wrong_parent != ''
     segment.turns.append(turn)
+    if segment.agent:
+      self._last_segments[segment.agent] = segment
     segment.ids += new + turn.tokens.tolist()
     self._index.add(forms, segment)
     segment.messages = [*plan.messages, RecordedTurn(forms, self._last_text)]
@@ -666,18 +747,45 @@ class Session:
     return before + text, whole[len(text) :]
 
   def reward(
-      self, value: float, turn: int | None = None, metrics: Mapping[str, float] | None = None
+      self,
+      value: float,
+      turn: int | None = None,
+      metrics: Mapping[str, float] | None = None,
+      agent: str | None = None,
   ) -> None:
-    """Sets the reward of a turn (from 1), or of the whole; UserError: there is no such turn."""
+    """Sets the reward of a turn (from 1), of an agent in place of the whole's, or of the whole.
+
+    UserError: there is no such turn or agent, or agents have no rewards of their own.
+    """
     with self._open():
-      if turn is None:
+      if agent is not None:
+        self._check_agent(agent, turn)
+        self._agent_rewards[agent] = value
+      elif turn is None:
         self._final_reward = value
+        self.has_reward = True
       elif 1 <= turn <= self.num_turns:
         self._turns[turn - 1].reward = value
+        self.has_reward = True
       else:
         raise types.UserError(f'turn={turn}: use a number from 1 to {self.num_turns}')
-      self.has_reward = True
       self._metrics |= metrics or {}
+
+  def _check_agent(self, agent: str, turn: int | None) -> None:
+    """Raises a UserError unless an agent can have a reward in place of the episode's."""
+    shown = f'session={agent[:80]!r}'
+    if turn is not None:
+      raise types.UserError(f'{shown}, turn={turn}: a reward is that of one of them: leave one out')
+    if not self._recording.credits_branches:
+      raise types.UserError(
+          f"{shown}: with config.env.branch_credit='episode' all rows have the reward of the "
+          "episode: set it to 'program', or leave out `session`"
+      )
+    if agent not in self._last_segments:
+      known = ', '.join(map(repr, self._last_segments)) or 'none'
+      raise types.UserError(
+          f'{shown}: no recorded turn has this X-Session-Id: use one of those that have ({known})'
+      )
 
   def measure(self, metrics: Mapping[str, float]) -> None:
     """Sets metrics of the whole."""
@@ -696,8 +804,9 @@ class Session:
 
     Choice: each segment's last turn receives the episode's reward, so that each row has it once.
     The rewards of single turns stay on their turns. Every row's `whole_score` counts each of these
-    rewards once. With `first_is_whole` the rewards of the other segments are also on the first
-    row's last turn, whose score is the session's.
+    rewards once. The reward of an agent replaces the episode's on the last turn of each of its
+    segments, and no `whole_score` counts it. With `first_is_whole` the rewards of the other
+    segments are also on the first row's last turn, whose score is the session's.
     """
     with self._lock:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
@@ -705,8 +814,11 @@ class Session:
       rows = []
       for segment in segments or [Segment([], '')]:
         turns = [dataclasses.replace(turn) for turn in segment.turns]
-        if turns and self._final_reward is not None:
-          turns[-1].reward += self._final_reward
+        reward = self._final_reward
+        if not first_is_whole:
+          reward = self._agent_rewards.get(segment.agent, reward)
+        if turns and reward is not None:
+          turns[-1].reward += reward
         counts = episode_lib.count_turns(turns, self._template.tokenizer)
         counts |= self.counts
         counts |= {
@@ -729,11 +841,13 @@ class Session:
                 whole_score=whole_score,
                 segment=segment.number,
                 branched_from=segment.branched_from,
+                agent_id=segment.agent,
+                parent=segment.parent,
             )
         )
       if first_is_whole and segments:
         others = [turn.reward for segment in segments[1:] for turn in segment.turns]
         rows[0].turns[-1].reward += sum(others)
-      if len(rows) == 1:
+      if len(rows) == 1 and not self._agent_rewards:
         rows[0].whole_score = rows[0].score  # exactly, however sums are rounded
       return rows

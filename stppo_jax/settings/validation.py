@@ -118,6 +118,7 @@ def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
   check_section('config.', config)
   _check_environment(config)
+  _check_branch_credit(config)
   _check_roles(config)
   _check_replay(config)
   _check_address('eval', config.eval)
@@ -240,6 +241,16 @@ def _check_environment(config: Config) -> None:
         "config.retriever.kind='none' leaves nothing to search: give another retriever or "
         "environment, set --config.env.max_searches=0 (closed-book), or take 'search' out of "
         'config.env.tools'
+    )
+
+
+def _check_branch_credit(config: Config) -> None:
+  """Checks that a program can post the rewards of its agents."""
+  credit = config.env.branch_credit
+  if credit != 'episode' and not config.env.kind.startswith('gateway:'):
+    raise UserError(
+        f'config.env.branch_credit={credit!r} needs an agent program that posts rewards, and '
+        f"config.env.kind={config.env.kind!r} is none: use 'gateway:..', or branch_credit='episode'"
     )
 
 
@@ -482,6 +493,13 @@ def _check_groups(config: Config, variant: Variant) -> None:
     raise UserError(
         "config.algorithm.advantage='turn_zscore' compares turns by their numbers, and the rows of "
         'an agent program start again at 1: set --config.algorithm.advantage=group_zscore'
+    )
+  reads_rows = not variant.needs_groups and variant.advantage != 'none'
+  if config.env.branch_credit != 'episode' and not reads_rows:
+    raise UserError(
+        f'config.env.branch_credit={config.env.branch_credit!r} gives the rows of an episode '
+        f'different rewards, and config.algorithm.variant={name!r} reads none of single rows: '
+        'use another variant, such as st_ppo, or set --config.env.branch_credit=episode'
     )
   if variant.mask_zero_advantage and (variant.kl_in == 'reward' or variant.whiten):
     raise UserError(
