@@ -27,6 +27,12 @@ from stppo_jax.settings import validation
 from stppo_jax.text import tool_calls
 from stppo_jax.types import UserError
 
+PROGRAM = {
+    'env.kind': 'gateway:a:b',
+    'env.branch_credit': 'program',
+    'retriever.kind': 'none',
+    'pipeline.staleness': 0,
+}
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
 
 
@@ -251,6 +257,22 @@ class ValidateTest(parameterized.TestCase):
   def test_valid_combinations(self, **values):
     resolve(changed(**values))
 
+  @parameterized.parameters('search', 'verifiers:a', 'a:b')
+  def test_branch_credit_needs_program(self, kind):
+    self.refused('branch_credit', 'gateway:', **PROGRAM | {'env.kind': kind})
+
+  def test_branch_credit_needs_rewards_of_rows(self):
+    for name, row in variants.VARIANTS.items():
+      settings = {
+          'algorithm.variant': name,
+          'rollout.group_size': 4,
+          'algorithm.score_norm': 'none',
+      }
+      if row.needs_groups:
+        self.refused('branch_credit', 'st_ppo', **PROGRAM | settings)
+      elif row.advantage != 'none':
+        resolve(changed(**PROGRAM | settings))
+
   def test_group_variants_need_groups(self):
     for name, row in variants.VARIANTS.items():
       if row.needs_groups:
@@ -268,6 +290,7 @@ class TablesTest(absltest.TestCase):
         'env.prompt': set(search._INVALID),
         'env.kind': set(components.ENVIRONMENTS),
         'env.reward': set(rewards.REWARDS),
+        'env.branch_credit': {'episode', 'program'},
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},

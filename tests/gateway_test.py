@@ -51,6 +51,7 @@ from stppo_jax.stop_signal import StopSignal
 from stppo_jax.text import template as template_lib
 from stppo_jax.text import tokenizer as chat
 from stppo_jax.text import tool_calls
+from tests.support import scripted_gateway
 from tests.support import tiny_tokenizer
 from tests.support.processes import wait_for
 
@@ -807,6 +808,83 @@ class MessagesTest(parameterized.TestCase):
 
 
 SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
+
+
+OPENCODE = ({'X-Session-Id': 'main'}, {'x-session-id': 'child', 'X-PARENT-SESSION-ID': 'main'})
+CLAUDE_CODE = (
+    {'X-Claude-Code-Session-Id': 'main'},
+    {'x-claude-code-session-id': 'main', 'x-claude-code-agent-id': 'child'},
+    {
+        'x-claude-code-session-id': 'main',
+        'x-claude-code-agent-id': 'inner',
+        'x-claude-code-parent-agent-id': 'child',
+    },
+)
+CHAT = {'messages': [{'role': 'user', 'content': 'q'}]}
+
+
+class AgentHeadersTest(parameterized.TestCase):
+  """Headers say which agent of a program sends a request, and which agent has started it."""
+
+  def setUp(self):
+    super().setUp()
+    opened = self.enterContext(scripted_gateway.session(['one', 'two', 'three']))
+    self.url, self.session, self.scheduler = opened
+
+  def send(self, path, fields, headers, url=None):
+    return requests.post((url or self.url) + path, json=fields, headers=headers, timeout=60)
+
+  def agents(self):
+    rows = self.session.episodes(types.Task('t', 'q', ('a',)), 0)
+    rows = sorted(rows, key=lambda row: row.segment)
+    return [(row.agent_id, row.parent) for row in rows]
+
+  @parameterized.product(
+      client=(OPENCODE, CLAUDE_CODE),
+      route=(
+          ('/chat/completions', CHAT),
+          ('/completions', {'prompt': 'q'}),
+          ('/responses', {'input': 'q'}),
+          ('/messages', CHAT | {'max_tokens': 50}),
+      ),
+  )
+  def test_headers_of_clients_make_a_tree(self, client, route):
+    for headers in client:
+      response = self.send(*route, headers)
+      self.assertEqual(response.status_code, 200, response.text)
+    expected = [('main', None), ('child', (0, 1)), ('inner', (1, 1))]
+    self.assertEqual(self.agents(), expected[: len(client)])
+
+  def test_unknown_parent_gets_its_answer(self):
+    response = self.send('/chat/completions', CHAT, OPENCODE[1])
+    self.assertEqual(response.json()['choices'][0]['message']['content'], 'one')
+    self.assertEqual(self.agents(), [('child', None)])
+    self.assertEqual(self.session.counts['wrong_parents'], 1)
+
+  @parameterized.parameters('x-session-id', 'x-parent-session-id', 'x-claude-code-agent-id')
+  def test_long_id_is_an_error(self, name):
+    response = self.send('/chat/completions', CHAT, {name: 'x' * 257})
+    self.assertEqual(response.status_code, 400)
+    self.assertIn('at most 256', response.json()['error']['message'])
+    self.assertEqual(self.scheduler.sampled, [])
+    response = self.send('/chat/completions', CHAT, {name: 'x' * 256})
+    self.assertEqual(response.status_code, 200)
+
+  def test_headers_change_nothing_outside_episodes(self):
+    url = self.url.partition('/s/')[0] + '/v1'
+    response = self.send('/chat/completions', CHAT, {'x-session-id': 'x' * 300}, url)
+    self.assertEqual(response.status_code, 200)
+
+  @parameterized.parameters(
+      ({'session': 'main'}, 'branch_credit'),
+      ({'session': 'main', 'turn': 1}, 'leave one out'),
+      ({'session': ['main']}, 'session'),
+  )
+  def test_wrong_reward_of_agent_is_refused(self, fields, words):
+    self.send('/chat/completions', CHAT, OPENCODE[0])
+    response = self.send('', {'reward': 1} | fields, {}, self.url.removesuffix('/v1') + '/reward')
+    self.assertEqual(response.status_code, 400)
+    self.assertIn(words, response.json()['error']['message'])
 
 
 class FieldsTest(parameterized.TestCase):

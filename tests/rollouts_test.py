@@ -86,6 +86,25 @@ def post_rewards(task, base_url, model):
     requests.post(url, json=fields, timeout=60).raise_for_status()
 
 
+def start_agent(task, base_url, model, reward):
+  """A sub-agent, whose reward is posted if there is one."""
+  del task, model
+  ask = [{'role': 'user', 'content': 'Question: one?\n'}]
+  body = {'model': 'any', 'messages': ask, 'max_tokens': 5}
+  for headers in (
+      {'X-Session-Id': 'main'},
+      {'X-Session-Id': 'child', 'x-parent-session-id': 'main'},
+      {'X-Session-Id': 'orphan', 'x-parent-session-id': 'nobody'},
+  ):
+    url = base_url + '/chat/completions'
+    requests.post(url, json=body, headers=headers, timeout=60).raise_for_status()
+  if reward is not None:
+    url = base_url.removesuffix('/v1') + '/reward'
+    fields = {'reward': reward, 'session': 'child'}
+    requests.post(url, json=fields, timeout=60).raise_for_status()
+  return 1.0
+
+
 def fail_on_even(task, base_url, model):
   if int(task['id'][-1]) % 2 == 0:
     raise RuntimeError('an even task')
@@ -269,6 +288,30 @@ class ProgramAgentTest(parameterized.TestCase):
     self.assertEqual([episode.number for episode in again], ids)
     whole = play(make_config(THIS + ':post_rewards'), tasks)[0]  # evaluation
     self.assertEqual([episode.score for episode in whole], [2 + 0.5] * 8)  # each reward once
+
+  @parameterized.parameters(
+      ('episode', None, [1, 1, 1], ()),
+      ('program', None, [1, 1, 1], ('no program of the batch has posted',)),
+      ('program', -0.5, [1, -0.5, 1], ()),
+  )
+  def test_agents_have_parents_and_rewards(self, credit, reward, rewards, warnings):
+    config = make_config(THIS + ':start_agent', reward=reward)
+    config.env.branch_credit = credit
+    with self.assertLogs(level='WARNING') as logs:
+      episodes, _ = play(config, make_tasks(2), groups=[0, 0])
+    for number in range(2):
+      rows = [row for row in episodes if row.number == number]
+      rows.sort(key=lambda row: row.segment)
+      self.assertEqual([row.agent_id for row in rows], ['main', 'child', 'orphan'])
+      self.assertEqual([row.parent for row in rows], [None, (0, 1), None])
+      self.assertEqual([row.score for row in rows], rewards)
+      self.assertEqual([row.whole_score for row in rows], [1, 1, 1])
+    warnings = (*warnings, "2 rows are recorded without the parent .*'nobody'")
+    for words in warnings:
+      self.assertRegex('\n'.join(logs.output), words)
+    self.assertLen(logs.output, len(warnings))
+    self.assertEqual(episodes_lib.summarize(episodes)['program/wrong_parents/mean'], 1)
+    self.assertEqual([row.score for row in play(config, make_tasks(2))[0]], [1, 1])  # evaluation
 
   def test_crash_is_masked_or_scored_zero(self):
     tasks = make_tasks(4)
