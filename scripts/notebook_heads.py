@@ -3,7 +3,8 @@
   python -m scripts.notebook_heads
 
 The address of the repository is `Repository` in pyproject.toml, [project.urls]. Run this program
-when the address changes. Without an address the notebooks ask for an uploaded archive.
+when the address changes. In Colab the notebooks clone it. Without an address they unpack the source
+distribution that `python -m build` writes, from the reader's Google Drive. Runs are kept there.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / 'notebooks'
 COLAB = 'https://colab.research.google.com/'
-ARCHIVE = 'git archive --prefix=stppo_jax/ -o stppo_jax.zip HEAD'
+BUILD = 'pip install build && python -m build --sdist'
 NOTE = '**Where:** '
 
 # Packages that a notebook needs besides requirements.txt: (what pip installs, modules).
@@ -22,7 +23,7 @@ PACKAGES = {'203_agent_program.ipynb': (('.[serve]', 'openai'), ('starlette', 'u
 
 FIRST_CELL = """import importlib.util
 import os
-{more_imports}import subprocess
+import subprocess
 import sys
 
 
@@ -32,7 +33,13 @@ def find_repo():
   return next((folder for folder in folders if os.path.exists(f'{{folder}}/run.py')), None)
 
 
-if find_repo() is None and 'google.colab' in sys.modules:
+if 'google.colab' in sys.modules:
+  from google.colab import drive
+
+  drive.mount('/content/drive')
+  DRIVE = '/content/drive/MyDrive/stppo_jax'  # runs are kept here
+  os.environ.setdefault('STPPO_WORKDIR', f'{{DRIVE}}/runs/{number}')
+  if find_repo() is None:
 {get_repo}
 assert find_repo(), 'start the notebook in a clone, or set STPPO_JAX to the folder of a clone'
 os.chdir(find_repo())
@@ -47,13 +54,14 @@ if not all(map(importlib.util.find_spec, NEEDED.split())):
     print('Restart the session, then run this cell again: pip may have replaced NumPy.')
 SHORT = bool(os.environ.get('STPPO_SHORT'))  # tests set it, for a shorter run"""
 
-UPLOAD = """  from google.colab import files
-
-  for archive in files.upload():  # choose stppo_jax.zip
-    shutil.unpack_archive(archive)
+# The folder in the archive is named stppo_jax-VERSION.
+UNPACK = """    archives = [name for name in os.listdir(DRIVE) if name.endswith('.tar.gz')]
+    assert len(archives) == 1, f'put the file stppo_jax-VERSION.tar.gz in {DRIVE}, and no other'
+    subprocess.run(['tar', '-xzf', f'{DRIVE}/{archives[0]}'], check=True)
+    os.rename(archives[0].removesuffix('.tar.gz'), 'stppo_jax')
 """
-CLONE = """  command = ['git', 'clone', '-q', '--depth=1', '{address}', 'stppo_jax']
-  subprocess.run(command, check=True)
+CLONE = """    command = ['git', 'clone', '-q', '--depth=1', '{address}', 'stppo_jax']
+    subprocess.run(command, check=True)
 """
 
 
@@ -74,11 +82,13 @@ def badge(name: str, address: str) -> str:
 
 def colab_note(address: str) -> str:
   """Returns the sentences that say how to open a notebook in Colab."""
+  keeps = 'mounts your Google Drive, in which runs are kept'
   if address:
-    return 'The first cell clones the repository in Colab.'
+    return f'In Colab the first cell {keeps}, and clones the repository.'
   return (
-      f'For Colab, run `{ARCHIVE}` in a clone, and upload the notebook with *File > Upload '
-      'notebook*. Its first cell then asks for `stppo_jax.zip`.'
+      f'For Colab, run `{BUILD}` in a clone. Put `dist/stppo_jax-*.tar.gz` in the folder '
+      '`stppo_jax` of your Google Drive. Upload the notebook with *File > Upload notebook*. Its '
+      f'first cell {keeps}, and unpacks the file.'
   )
 
 
@@ -91,8 +101,8 @@ def with_head(name: str, notebook: dict[str, Any], address: str) -> dict[str, An
   text = '\n\n'.join([paragraphs[0], badge(name, address), *own, note])
   installs, modules = PACKAGES.get(name, ((), ()))
   source = FIRST_CELL.format(
-      more_imports='' if address else 'import shutil\n',
-      get_repo=CLONE.format(address=address) if address else UPLOAD,
+      number=name.partition('_')[0],
+      get_repo=CLONE.format(address=address) if address else UNPACK,
       modules=''.join(f' {module}' for module in modules),
       packages=['-r', 'requirements.txt', 'matplotlib', *installs],
   )

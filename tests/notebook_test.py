@@ -6,12 +6,13 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
+import tarfile
 import tempfile
 import types
 import unittest
 from unittest import mock
-import zipfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -86,28 +87,57 @@ class StoredTest(parameterized.TestCase):
       self.assertEqual(installed, expected, missing)
       run.reset_mock()
 
-  def test_first_cell_unpacks_archive_that_colab_uploads(self):
+  def colab(self):
+    """Makes a stand-in for Colab; returns its drive and what runs the first cell of a notebook."""
     folder = self.enterContext(tempfile.TemporaryDirectory())
     self.enterContext(contextlib.chdir(folder))
     self.enterContext(mock.patch.object(sys, 'path', list(sys.path)))
     self.enterContext(mock.patch.dict(os.environ))
     os.environ.pop('STPPO_JAX', None)
-
-    def upload():
-      with zipfile.ZipFile('stppo_jax (1).zip', 'w') as archive:
-        archive.writestr('stppo_jax/run.py', '')
-      return {'stppo_jax (1).zip': b''}
-
+    os.environ.pop('STPPO_WORKDIR', None)
+    kept = pathlib.Path(folder, 'drive', 'MyDrive', 'stppo_jax')
+    kept.mkdir(parents=True)
     colab = types.ModuleType('google.colab')
-    colab.files = types.SimpleNamespace(upload=mock.Mock(side_effect=upload))
+    colab.drive = types.SimpleNamespace(mount=mock.Mock())
     modules = {'google': types.ModuleType('google'), 'google.colab': colab}
     self.enterContext(mock.patch.dict(sys.modules, modules))
-    self.enterContext(mock.patch('subprocess.run'))  # pip, if a package is missing
-    first = code_cells(NAMES[0])[0].source
-    exec(first, {})
+    run = subprocess.run
+
+    def run_all_but_pip(command, **options):
+      if command[0] == 'tar':
+        run(command, **options)
+
+    self.enterContext(mock.patch('subprocess.run', run_all_but_pip))
+
+    def execute(name):
+      exec(code_cells(name)[0].source.replace("'/content/", f"'{folder}/"), {})
+      colab.drive.mount.assert_called_with(f'{folder}/drive')
+
+    return kept, execute
+
+  def test_first_cell_unpacks_archive_of_drive(self):
+    kept, execute = self.colab()
+    with tarfile.open(kept / 'stppo_jax-1.2.3.tar.gz', 'w:gz') as archive:
+      archive.addfile(tarfile.TarInfo('stppo_jax-1.2.3/run.py'))
+    execute(NAMES[0])
     self.assertEqual(os.path.basename(os.getcwd()), 'stppo_jax')
-    exec(first, {})  # a second time it has nothing to do
-    colab.files.upload.assert_called_once()
+    (kept / 'stppo_jax-1.2.3.tar.gz').unlink()
+    execute(NAMES[0])  # a second time it has nothing to unpack
+
+  def test_first_cell_asks_for_missing_archive(self):
+    _, execute = self.colab()
+    with self.assertRaisesRegex(
+        AssertionError, 'put the file stppo_jax-VERSION.tar.gz in .*/drive'
+    ):
+      execute(NAMES[0])
+
+  @parameterized.parameters(*NAMES)
+  def test_runs_are_kept_in_drive(self, name):
+    kept, execute = self.colab()
+    os.mkdir('stppo_jax')
+    pathlib.Path('stppo_jax', 'run.py').touch()
+    execute(name)
+    self.assertEqual(os.environ['STPPO_WORKDIR'], f'{kept}/runs/{name[:3]}')
 
   @parameterized.parameters(*NAMES)
   def test_head_is_that_of_notebook_heads(self, name):
@@ -121,7 +151,8 @@ class StoredTest(parameterized.TestCase):
     title, code, *_ = notebook_heads.with_head(NAMES[0], notebook, address)['cells']
     self.assertIn(f'/github/owner/name/blob/main/notebooks/{NAMES[0]})', ''.join(title['source']))
     self.assertIn(f"'{address}', 'stppo_jax']", ''.join(code['source']))
-    self.assertNotIn('shutil', ''.join(code['source']))
+    self.assertNotIn('tar.gz', ''.join(code['source']))
+    self.assertIn('drive.mount', ''.join(code['source']))
 
   @parameterized.parameters(*NAMES)
   def test_is_stored_with_outputs(self, name):

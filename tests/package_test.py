@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tempfile
 import tomllib
 import zipfile
@@ -25,10 +27,6 @@ PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
 PROJECT = PYPROJECT['project']
 EXTRAS = PROJECT['optional-dependencies']
 PLATFORMS = ('gpu', 'gpu13', 'tpu', 'plan')  # each is jax with options
-# What pip writes for the entry point.
-SCRIPT = (
-    'import sys\nfrom stppo_jax.cli import main\nif __name__ == "__main__":\n  sys.exit(main())\n'
-)
 # A user's experiment: starts from a shipped one and imports a module of its own folder.
 EXPERIMENT = """
 from experiments import ppo_7b
@@ -128,36 +126,65 @@ class PyprojectTest(parameterized.TestCase):
     self.assertEqual(released[0], PROJECT['version'])
 
 
+def build_environment(folder):
+  """Makes a virtual environment that sees this one's packages, and no other stppo_jax."""
+  subprocess.run([sys.executable, '-m', 'venv', '--without-pip', folder], check=True)
+  (site,) = folder.glob('lib/python*/site-packages')
+  here = sysconfig.get_paths()['purelib']
+  (site / 'outer.pth').write_text(f'{here}\n', encoding='utf-8')
+  return folder / 'bin' / 'python'
+
+
 @pytest.mark.slow
 class WheelTest(absltest.TestCase):
-  """A wheel, unpacked, and a work folder outside the clone."""
+  """A wheel that was built from the source distribution, and installed outside the clone."""
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.tmp = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    source, cls.site, cls.folder = (cls.tmp / name for name in ('source', 'site', 'folder'))
+    source, cls.folder = (cls.tmp / name for name in ('source', 'folder'))
     cls.folder.mkdir()
-    no_caches = shutil.ignore_patterns('__pycache__')
-    for name in ('stppo_jax', 'experiments'):
-      shutil.copytree(ROOT / name, source / name, ignore=no_caches)
-    for name in ('pyproject.toml', 'README.md', 'LICENSE'):
-      shutil.copy(ROOT / name, source)
-    pip = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation']
-    subprocess.run([*pip, '-w', cls.tmp, source], check=True, timeout=300)
+    committed = subprocess.run(
+        ['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in committed.stdout.split('\0')[:-1]:
+      if (ROOT / name).is_file():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    # What `python -m build --no-isolation` does, without another package.
+    program = 'import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])'
+    build = lambda kind, folder: subprocess.run(
+        [sys.executable, '-c', program.format(f'build_{kind}'), cls.tmp],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    build('sdist', source)
+    build('wheel', source)
+    (cls.tmp / 'from_tree').mkdir()
     (wheel,) = cls.tmp.glob('*.whl')
-    with zipfile.ZipFile(wheel) as archive:
-      archive.extractall(cls.site)
-    (cls.tmp / 'stppo').write_text(SCRIPT, encoding='utf-8')
+    cls.wheel_of_tree = wheel.rename(cls.tmp / 'from_tree' / wheel.name)
+    (cls.sdist,) = cls.tmp.glob('*.tar.gz')
+    with tarfile.open(cls.sdist) as archive:
+      archive.extractall(cls.tmp, filter='data')
+    cls.unpacked = cls.tmp / cls.sdist.name.removesuffix('.tar.gz')
+    build('wheel', cls.unpacked)
+    (cls.wheel,) = cls.tmp.glob('*.whl')
+    cls.python = build_environment(cls.tmp / 'venv')
+    pip = [sys.executable, '-m', 'pip', '-q', f'--python={cls.python}', 'install']
+    subprocess.run([*pip, '--no-deps', '--no-index', cls.wheel], check=True, timeout=300)
+    (cls.site,) = (cls.tmp / 'venv').glob('lib/python*/site-packages')
     (cls.folder / 'mine.py').write_text(EXPERIMENT, encoding='utf-8')
     (cls.folder / 'my_settings.py').write_text('NAME = "mine"\n', encoding='utf-8')
 
   def stppo(self, *arguments, code=0):
     """Runs the command in the folder; returns its output."""
     result = subprocess.run(
-        [sys.executable, self.tmp / 'stppo', *arguments],
+        [self.python.parent / 'stppo', *arguments],
         cwd=self.folder,
-        env={**os.environ, 'PYTHONPATH': str(self.site), 'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'},
+        env={**os.environ, 'PYTHONPATH': '', 'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -172,10 +199,34 @@ class WheelTest(absltest.TestCase):
     lines = (self.folder / workdir / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()
     return max(json.loads(line)['step'] for line in lines)
 
-  def test_the_default_experiment_trains_the_embedded_model(self):
+  def test_sdist_and_tree_give_one_wheel(self):
+    with zipfile.ZipFile(self.wheel) as ours, zipfile.ZipFile(self.wheel_of_tree) as tree:
+      content = lambda archive: {x.filename: x.CRC for x in archive.infolist()}
+      self.assertEqual(content(ours), content(tree))
+
+  def test_distributions_have_licences_and_notes(self):
+    with zipfile.ZipFile(self.wheel) as archive:
+      names = set(archive.namelist())
+    folder = f'stppo_jax-{PROJECT["version"]}.dist-info/licenses'
+    for name in PROJECT['license-files']:
+      self.assertIn(f'{folder}/{name}', names)
+      self.assertTrue((self.unpacked / name).is_file(), name)
+    for name in ('CHANGELOG.md', 'CITATION.cff', 'README.md', 'run.py'):
+      self.assertTrue((self.unpacked / name).is_file(), name)
+
+  def test_sdist_has_what_tutorials_import_and_read(self):
+    for path in (ROOT / 'notebooks').glob('*.ipynb'):
+      text = path.read_text(encoding='utf-8')
+      for folder, module in re.findall(r'"from (examples[.\w]*) import (\w+)', text):
+        name = f'{folder}.{module}'.replace('.', '/')
+        self.assertTrue((self.unpacked / f'{name}.py').is_file(), name)
+      for name in re.findall(r"open\('([\w/.]+)'", text):
+        self.assertTrue((self.unpacked / name).is_file(), name)
+
+  def test_default_experiment_trains_embedded_model(self):
     size = ['--config.train.episodes=8', '--config.train.mini_batch=8', '--config.eval.episodes=8']
-    self.stppo('--config.train.updates=1', *size)
-    self.assertEqual(self.updates('runs/st_ppo_tiny'), 1)
+    self.stppo('--config.train.updates=2', *size)
+    self.assertEqual(self.updates('runs/st_ppo_tiny'), 2)
     self.assertTrue((self.folder / 'runs/st_ppo_tiny/report.html').is_file())
 
   def test_shipped_experiment_is_found_from_anywhere(self):
@@ -186,6 +237,12 @@ class WheelTest(absltest.TestCase):
   def test_user_experiment_imports_shipped_and_local_files(self):
     said = self.stppo('--config=mine.py', '--mode=report', code=2)
     self.assertIn("workdir 'runs/mine' is not a folder", said)
+
+  def test_new_writes_a_task_that_trains(self):
+    self.stppo('new', 'my_task')
+    self.assertTrue((self.folder / 'my_task' / 'README.md').is_file())
+    said = self.stppo('--config=my_task/config.py', '--mode=report', code=2)
+    self.assertIn('is not a folder', said)
 
   def test_help_shows_the_command_as_it_is_called(self):
     said = self.stppo('--help')

@@ -151,7 +151,9 @@ class RecipesTest(parameterized.TestCase):
     (pod_rule,) = job['podFailurePolicy']['rules']
     self.assertEqual(pod_rule['action'], 'FailJob')
     self.assertEqual(pod_rule['onExitCodes']['values'], [2])
-    self.assertEqual(pod_rule['onExitCodes']['containerName'], pod(jobs()['trainer'])['containers'][0]['name'])
+    self.assertEqual(
+        pod_rule['onExitCodes']['containerName'], pod(jobs()['trainer'])['containers'][0]['name']
+    )
     self.assertEqual(pod(jobs()['trainer'])['restartPolicy'], 'Never')  # or the API refuses rules
     self.assertEqual(spec['successPolicy']['targetReplicatedJobs'], ['trainer'])
 
@@ -248,7 +250,11 @@ class ProcessesTest(parameterized.TestCase):
       self.cluster.wait_for(lambda url=url: cluster_lib.answers(url), processes)
 
   def test_jobset_trains_and_survives_eviction(self):
-    values = {'RETRIEVER': self.start_retriever(), '/shared': self.shared, 'COORDINATOR': '127.0.0.1'}
+    values = {
+        'RETRIEVER': self.start_retriever(),
+        '/shared': self.shared,
+        'COORDINATOR': '127.0.0.1',
+    }
     values[':1234'] = f':{cluster_lib.free_port()}'
     values['$COORDINATOR'] = '127.0.0.1'
     addresses = {}
@@ -335,12 +341,10 @@ class ProcessesTest(parameterized.TestCase):
 
   def slurm(self, hosts: list[str]) -> dict[str, str]:
     """Returns the variables of an allocation."""
-    # JAX derives the port of process 0 from the number of the job.
-    port = cluster_lib.free_port()
-    while not 61440 <= port < 65536:
-      port = cluster_lib.free_port()
     return {
-        'SLURM_JOB_ID': str(port - 61440),
+        'SLURM_JOB_ID': str(
+            cluster_lib.free_port() - 61440
+        ),  # JAX listens on 61440 plus this number
         'SLURM_JOB_NODELIST': ','.join(hosts),
         'SLURM_CPUS_ON_NODE': '1',
         'SLURM_GPUS_ON_NODE': str(cluster_lib.DEVICES),

@@ -195,12 +195,7 @@ class Cluster:
     path = self.folder / f'log_{len(self._processes)}'
     with open(path, 'w', encoding='utf-8') as log:
       process = subprocess.Popen(
-          command,
-          cwd=self.repo,
-          env=environment,
-          stdout=log,
-          stderr=log,
-          start_new_session=True,
+          command, cwd=self.repo, env=environment, stdout=log, stderr=log, start_new_session=True
       )
     process.log = path
     self._processes.append(process)
@@ -249,10 +244,14 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-  """Returns a port at which nobody listens."""
-  with socket.socket() as bound:
-    bound.bind(('', 0))
-    return bound.getsockname()[1]
+  """Returns a port at which nobody listens. It is one of those that JAX takes under SLURM."""
+  while True:
+    with socket.socket() as bound:
+      try:
+        bound.bind(('', random.randrange(61440, 65536)))
+      except OSError:
+        continue
+      return bound.getsockname()[1]
 
 
 def fill_in(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
