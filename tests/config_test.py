@@ -268,7 +268,9 @@ class ValidateTest(parameterized.TestCase):
           'rollout.group_size': 4,
           'algorithm.score_norm': 'none',
       }
-      if row.needs_groups:
+      if row.advantage == 'turn_zscore':
+        self.refused('group_zscore', **PROGRAM | settings)  # with any program
+      elif row.needs_groups:
         self.refused('branch_credit', 'st_ppo', **PROGRAM | settings)
       elif row.advantage != 'none':
         resolve(changed(**PROGRAM | settings))

@@ -7,6 +7,9 @@ its episode, and gives it back exactly. A document of another agent becomes a pr
                 continue the turn before starts another row
   without ids   the chat template of the model encodes the texts
 
+The trajectories to which one refers are rows of its episode, with their parents: embedded ones,
+and files (`subagent_trajectory_ref`, `continued_trajectory_ref`).
+
 Turns that no model wrote for this trajectory (`is_copied_context`, `llm_call_count` 0) are context.
 So are masked turns: those with `trainable: false`, and those whose log-probs are all exactly 0,
 which stand for unknown ones. A trajectory of masked turns alone is not trained on.
@@ -15,6 +18,7 @@ Without log-probs an episode can be imitated, but no policy gradient can use it.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import json
@@ -53,6 +57,40 @@ AtifStep = Mapping[str, Any]  # a step of a document
 File = tuple[str, int]  # kind and step of a file of episodes
 
 
+class _Reference(NamedTuple):
+  """A reference of a document to another one."""
+
+  position: int  # of the step that has it
+  path: str = ''  # of a file
+  trajectory_id: str = ''  # of an embedded document
+  continues: bool = False  # the other document is of the same agent
+
+
+class _Rows(NamedTuple):
+  """The rows of a document."""
+
+  episodes: list[types.Episode]
+  positions: list[int]  # of the steps that are their turns
+
+  def place(self, position: int) -> tuple[int, int]:
+    """Returns (number of a row, turns of it) after a step."""
+    num_turns = sum(turn <= position for turn in self.positions)
+    for episode in self.episodes[:-1]:
+      if num_turns <= len(episode.turns):
+        return episode.segment, num_turns
+      num_turns -= len(episode.turns)
+    return self.episodes[-1].segment, num_turns
+
+
+class _Branch(NamedTuple):
+  """A document that is still to be read, and its place in its episode."""
+
+  document: Mapping[str, Any]
+  file: pathlib.Path
+  agent_id: str
+  parent: tuple[int, int] | None = None  # (number of a row, turns of it)
+
+
 class OwnEpisode(NamedTuple):
   """An episode of a run, which goes back to its line."""
 
@@ -64,8 +102,9 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
   """Writes the trajectories of `source`, a folder or a file, to `folder`; returns their number.
 
   Our own episodes return to their batches. Other agents' episodes form batches of
-  `episodes_per_file`, in which the episodes of a task are a group. The rows of a document are one
-  episode of one batch. The function logs documents that cannot be read, and leaves them out.
+  `episodes_per_file`, in which the episodes of a task are a group. The rows of a document, and of
+  those to which it refers, are one episode of one batch. The function logs documents that cannot be
+  read, and leaves them out.
   """
   if os.path.isdir(folder) and os.listdir(folder):
     raise types.UserError(f'{folder!r} holds files already: give another --workdir')
@@ -74,30 +113,37 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
     raise types.UserError(f'--input={source!r}: no such file or folder: give trajectories of ATIF')
   paths = sorted(path.rglob('*.json')) if path.is_dir() else [path]
   own: list[OwnEpisode] = []
-  others: list[list[types.Episode]] = []
+  others: dict[Any, list[types.Episode]] = {}
   unreadable: list[str] = []
+  parents = _parents(paths)
   for file in paths:
     try:
       document = _load(file)
-      if document is None:
+      if document is None or file in parents:
         continue
-      episodes = reader.episodes(document, file.stem)
       record = own_record(document)
       if record is None:
+        episodes = _read_tree(file, document, parents, reader, unreadable)
         _add_reward(episodes, file)
+      else:
+        episodes = reader.episodes(document, file.stem)
       kind, step = (record['kind'], record['step']) if record else ('train', 0)
       lines = episodes_lib.to_records(episodes, reader.tokenizer, step, kind)
       json.dumps(lines)  # a document with fields of other types cannot be written
     except types.UserError:
       raise
     except _UNUSABLE as error:
-      unreadable.append(f'{file} ({type(error).__name__}: {error})')
+      unreadable.append(_shown_error(file, error))
       continue
-    if record is None or reader.retokenize:  # other ids than those of the run: new batches
-      others.append(episodes)
+    if record is None:
+      others[file] = episodes
+    elif reader.retokenize:  # other ids than those of the run: new batches
+      number = episodes[0].number
+      key = (kind, step, number) if episodes[0].is_segment else file
+      others.setdefault(key, []).extend(episodes)
     else:
       own.append(OwnEpisode(episodes[0], record))
-  num_documents = len(own) + len(others)
+  num_episodes = len(own) + len(others)
   if reader.num_masked:
     logging.warning(
         '%d turns are masked, because they have `trainable: false` or log-probs that are all 0',
@@ -105,16 +151,16 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
     )
   if unreadable:
     logging.warning('%d trajectories are left out, as %s', len(unreadable), unreadable[0])
-  if not num_documents:
+  if not num_episodes:
     example = f', as {unreadable[0]}' if unreadable else ': give JSON files of ATIF, or a folder'
     raise types.UserError(f'--input={source!r} holds no trajectory that can be read{example}')
   files = _own_batches(own)
-  files |= _new_batches(others, episodes_per_file, first=_last_batch(files) + 1)
+  files |= _new_batches(list(others.values()), episodes_per_file, first=_last_batch(files) + 1)
   for (kind, step), sampled in files.items():
     records = episodes_lib.batch_records(sampled, reader.tokenizer, step, kind)
     episodes_lib.write_lines(os.path.join(folder, f'{kind}_{step:06d}.jsonl'), records)
-  logging.info('%d trajectories are in %s', num_documents, folder)
-  return num_documents
+  logging.info('%d trajectories are in %s', num_episodes, folder)
+  return num_episodes
 
 
 class AtifReader:
@@ -151,9 +197,9 @@ class AtifReader:
   def episodes(self, document: Mapping[str, Any], name: str) -> list[types.Episode]:
     """Returns the rows of a document: several if its context was rewritten."""
     steps = document['steps']
-    question = _question(steps)
     own = own_record(document)
     if own is not None:
+      question = _question(steps)
       episode = types.Episode.from_dict(own)
       if self.retokenize:
         self._encode_own(episode, steps)
@@ -163,6 +209,12 @@ class AtifReader:
         episode.failed = True
         self.num_masked += len(episode.turns)
       return [episode]
+    return self.rows(document, name).episodes
+
+  def rows(self, document: Mapping[str, Any], name: str) -> _Rows:
+    """Returns the rows of another agent's document."""
+    steps = document['steps']
+    question = _question(steps)
     all_turns = [step for step in steps if _is_turn(step)]
     if not all_turns:
       raise ValueError('no turn of an agent')
@@ -176,13 +228,16 @@ class AtifReader:
     task = types.Task(id=session_id, question=question, dataset=document['agent']['name'])
     has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
     if self.retokenize or not has_ids:
+      turns = [step for step in turns if self._agent_text(step)]
       episodes = [self._encode(task, steps, turns)]
     else:
       episodes = _episodes_of_ids(task, turns)
       self._check_ids(episodes, question, name)
     for episode in episodes:
       episode.failed = is_masked
-    return episodes
+    turn_steps = {id(step) for step in turns}
+    positions = [i for i, step in enumerate(steps) if id(step) in turn_steps]
+    return _Rows(episodes, positions)
 
   def _is_trained(self, step: AtifStep) -> bool:
     """Returns whether a turn is not masked."""
@@ -300,6 +355,148 @@ def _load(path: pathlib.Path) -> dict[str, object] | None:
   version = document.get('schema_version') if isinstance(document, dict) else None
   is_atif = isinstance(version, str) and version.startswith('ATIF-v1.')
   return document if is_atif else None
+
+
+def _shown_error(name: object, error: Exception) -> str:
+  return f'{name} ({type(error).__name__}: {error})'
+
+
+def _references(document: Mapping[str, Any]) -> list[_Reference]:
+  """Returns the references of a document to others, in order."""
+  references: list[_Reference] = []
+  for position, step in enumerate(document['steps']):
+    for result in (step.get('observation') or {}).get('results') or ():
+      for record in result.get('subagent_trajectory_ref') or ():
+        path = record.get('trajectory_path') or ''
+        references.append(_Reference(position, path, record.get('trajectory_id') or ''))
+  if path := document.get('continued_trajectory_ref'):
+    references.append(_Reference(len(document['steps']), path, continues=True))
+  return references
+
+
+def _joined(file: pathlib.Path, path: str) -> pathlib.Path:
+  """Returns the file to which a document refers as `path`."""
+  return pathlib.Path(os.path.normpath(file.parent / path))
+
+
+def _with_embedded(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+  """Returns a document and all that are embedded in it."""
+  documents = [document]
+  for each in documents:  # which grows meanwhile
+    documents += each.get('subagent_trajectories') or ()
+  return documents
+
+
+def _parents(paths: Sequence[pathlib.Path]) -> dict[pathlib.Path, pathlib.Path]:
+  """Returns {file: the first one that refers to it}, without loops.
+
+  A document of a run knows its place by itself. The function logs references without effect, whose
+  documents are read as episodes.
+  """
+  references: dict[pathlib.Path, list[pathlib.Path]] = {}
+  for path in paths:
+    with contextlib.suppress(*_UNUSABLE):  # the file is read once more, and its error logged
+      document = _load(path)
+      if document is None or own_record(document) is not None:
+        continue
+      found = [one for each in _with_embedded(document) for one in _references(each)]
+      references[path] = [_joined(path, one.path) for one in found if one.path]
+  parents: dict[pathlib.Path, pathlib.Path] = {}
+  lost: list[str] = []
+  for path, files in references.items():
+    for file in dict.fromkeys(files):
+      ancestor: pathlib.Path | None = path
+      while ancestor is not None and ancestor != file:
+        ancestor = parents.get(ancestor)
+      if file in references and file not in parents and ancestor is None:
+        parents[file] = path
+      else:
+        lost.append(f'{path} to {file}')
+  if lost:
+    logging.warning(
+        '%d references between trajectories have no effect, because --input has no such file, '
+        'or another one refers to it already, or it refers back. The first one is from %s',
+        len(lost),
+        lost[0],
+    )
+  return parents
+
+
+def _read_tree(
+    file: pathlib.Path,
+    document: Mapping[str, Any],
+    parents: Mapping[pathlib.Path, pathlib.Path],
+    reader: AtifReader,
+    unreadable: list[str],
+) -> list[types.Episode]:
+  """Returns the rows of a document and of those to which it refers: those of one episode.
+
+  A document below the first one that cannot be read is left out with those below it.
+  """
+  rows: list[types.Episode] = []
+  branches = [_Branch(document, file, _agent_id(document, file))]
+  files = {file}
+  while branches:
+    branch = branches.pop()
+    try:
+      own = reader.rows(branch.document, branch.file.stem)
+      parent = branch.parent
+      for number, episode in enumerate(own.episodes, start=len(rows)):
+        episode.segment = number
+        episode.agent_id = branch.agent_id
+        episode.parent = parent
+        parent = number, len(episode.turns)
+      children = _children(branch, own, parents, files)
+    except _UNUSABLE as error:
+      if not rows:
+        raise
+      unreadable.append(_shown_error(branch.file, error))
+      continue
+    rows += own.episodes
+    branches += reversed(children)
+  for row in rows:
+    row.task = rows[0].task
+  if len(rows) == 1:
+    rows[0].agent_id = ''
+  return rows
+
+
+def _children(
+    branch: _Branch,
+    own: _Rows,
+    parents: Mapping[pathlib.Path, pathlib.Path],
+    files: set[pathlib.Path],
+) -> list[_Branch]:
+  """Returns the documents to which one refers, and which are not among `files`. Adds theirs."""
+  embedded = {}
+  for child in branch.document.get('subagent_trajectories') or ():
+    embedded[child['trajectory_id']] = child
+  children = []
+  references = _references(branch.document)
+  last = len(branch.document['steps'])
+  references += [_Reference(last, trajectory_id=name) for name in embedded]  # without a reference
+  for reference in references:
+    child = embedded.pop(reference.trajectory_id, None)
+    file = branch.file
+    if child is None and reference.path:
+      path = _joined(branch.file, reference.path)
+      if parents.get(path) == branch.file and path not in files:
+        files.add(path)
+        file = path
+        child = _load(path)
+    if child is None:
+      continue
+    agent_id = branch.agent_id if reference.continues else _agent_id(child, file)
+    children.append(_Branch(child, file, agent_id, own.place(reference.position)))
+  return children
+
+
+def _agent_id(document: Mapping[str, Any], file: pathlib.Path) -> str:
+  """Returns the id of the agent of a document."""
+  agent_id = document.get('trajectory_id') or document.get('session_id') or file.stem
+  if not isinstance(agent_id, str):
+    raise ValueError(f'its id is {types.shown(agent_id)}, and a text is needed')
+  return agent_id
 
 
 def own_record(document: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -8,9 +8,12 @@ Lines of episodes/*.jsonl in; documents of version 1.7 out, one per episode:
 
 In Harbor's viewer a file of episodes is a job, and an episode a trial. Step 1 is the prompt as the
 policy reads it. Each further step is a turn with the observation that followed. The root's `extra`
-holds the episode itself, which `reader` gives back exactly.
+holds the episode itself, which `reader` gives back exactly. A row that another agent of its episode
+has started is a `subagent_trajectory_ref` of the step after which it began, and the row with which
+an agent continues is the `continued_trajectory_ref` of the row before.
 """
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import datetime
@@ -18,6 +21,7 @@ import json
 import os
 import re
 from typing import Any
+from typing import NamedTuple
 import uuid
 
 from absl import logging
@@ -67,12 +71,16 @@ def write_folder(
     modified = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
     saved_at = modified.isoformat()
     time = {'started_at': saved_at, 'finished_at': saved_at}
+    trials = []
     for row, episode in enumerate(episodes):
       task_name = re.sub('[^A-Za-z0-9-]+', '-', episode.task.id)[:60]
-      trial = f'{row:04d}_{task_name}'
+      trials.append(f'{row:04d}_{task_name}')
+    references = _references(episodes, trials)
+    for row, (episode, trial) in enumerate(zip(episodes, trials)):
       trial_folder = os.path.join(folder, file_name, trial)
       place = origin | {'row': row}
       trajectory = document(episode, place, tokenizer, model, f'{file_name}/{trial}', tool_form)
+      _refer(trajectory, references[row])
       _write(os.path.join(trial_folder, 'agent', 'trajectory.json'), trajectory)
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
@@ -83,6 +91,42 @@ def write_folder(
   return num_written
 
 
+class _References(NamedTuple):
+  """The documents that come after a document."""
+
+  sub_agents: dict[int, list[str]]  # number of a turn -> paths
+  continuations: list[str]
+
+
+def _references(episodes: Sequence[types.Episode], trials: Sequence[str]) -> list[_References]:
+  """Returns what each row of a file refers to. `trials` are the names of their folders."""
+  references = [_References(collections.defaultdict(list), []) for _ in episodes]
+  rows = {(one.number, one.segment): row for row, one in enumerate(episodes) if one.is_segment}
+  for episode, trial in zip(episodes, trials):
+    place = episode.parent or episode.branched_from
+    if place is None or (episode.number, place[0]) not in rows:
+      continue
+    row = rows[episode.number, place[0]]
+    num_turns = place[1]
+    path = f'../../{trial}/agent/trajectory.json'
+    if episode.agent_id != episodes[row].agent_id:
+      references[row].sub_agents[num_turns].append(path)
+    elif episode.parent is not None and num_turns == len(episodes[row].turns):
+      references[row].continuations.append(path)
+  return references
+
+
+def _refer(trajectory: dict[str, Any], references: _References) -> None:
+  """Adds references to a document. Of several continuations it names the first one."""
+  steps = trajectory['steps']
+  for num_turns, paths in references.sub_agents.items():
+    if 0 < num_turns < len(steps):  # the first step is the prompt
+      results = steps[num_turns].setdefault('observation', {'results': []})['results']
+      results.append({'subagent_trajectory_ref': [{'trajectory_path': path} for path in paths]})
+  if references.continuations:
+    trajectory['continued_trajectory_ref'] = references.continuations[0]
+
+
 def document(
     episode: types.Episode,
     place: Mapping[str, object],
@@ -90,7 +134,7 @@ def document(
     model: str,
     name: str,
     tool_form: str = 'hermes',
-) -> dict[str, object]:
+) -> dict[str, Any]:
   """Returns the trajectory of an episode; `place` is its step, kind, batch and row in a run."""
   context = episode.prompt.tolist()
   steps: list[dict[str, Any]] = [

@@ -117,8 +117,8 @@ _VARIANT_SECTIONS: tuple[tuple[Callable[[Config, Variant], bool], str], ...] = (
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
   check_section('config.', config)
-  _check_environment(config)
   _check_branch_credit(config)
+  _check_environment(config)
   _check_roles(config)
   _check_replay(config)
   _check_address('eval', config.eval)
