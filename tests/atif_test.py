@@ -191,6 +191,59 @@ class RoundTripTest(parameterized.TestCase):
     )
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
+  def test_branches_survive_a_folder_of_documents(self):
+    """Row 1 is a sub-agent, row 2 continues row 0, row 3 inherits from row 2, and row 4 retries."""
+    tokenizer = tiny()
+    places = (
+        {'agent_id': 'main'},
+        {'agent_id': 'child', 'parent': (0, 1)},
+        {'agent_id': 'main', 'parent': (0, 2)},
+        {'agent_id': 'other', 'branched_from': (2, 1)},
+        {'agent_id': 'main', 'branched_from': (0, 1)},
+    )
+    task = types.Task('q', 'which?', ('b',))
+    prompt = np.array(tokenizer.encode('which?'), np.int32)
+    episodes = []
+    for number, place in enumerate(places):
+      turns = [
+          types.Turn(prompt[:2], np.zeros(2, np.float32), prompt[:1]),
+          types.Turn(prompt[:2], np.zeros(2, np.float32)),
+      ]
+      episodes.append(
+          types.Episode(task, 0, prompt, turns, number=3, whole_score=0.0, segment=number, **place)
+      )
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    records = episodes_lib.to_records(episodes, tokenizer, 1, 'train')
+    episodes_lib.write_lines(f'{folder}/run/train_000001.jsonl', records)
+    atif_writer.write_folder(f'{folder}/run', f'{folder}/atif', tokenizer, 'm', 'hermes')
+    paths = sorted(pathlib.Path(folder, 'atif').rglob('trajectory.json'))
+    documents = [json.loads(path.read_text()) for path in paths]
+    if trajectory_validator is not None:
+      for document in documents:
+        validator = trajectory_validator.TrajectoryValidator()
+        self.assertTrue(validator.validate(document), validator.get_errors())
+    references = {}
+    for number, (path, document) in enumerate(zip(paths, documents, strict=True)):
+      found = []
+      for one in document['steps']:
+        for result in one.get('observation', {'results': []})['results']:
+          for reference in result.get('subagent_trajectory_ref', ()):
+            found.append((one['step_id'], reference['trajectory_path']))
+      if 'continued_trajectory_ref' in document:
+        found.append(('end', document['continued_trajectory_ref']))
+      for where, place in found:
+        references[number, where] = paths.index(pathlib.Path(os.path.normpath(path.parent / place)))
+    self.assertEqual(references, {(0, 2): 1, (0, 'end'): 2, (2, 2): 3})
+    for retokenize in (False, True):
+      reader = atif_reader.AtifReader(tokenizer, retokenize=retokenize)
+      back = f'{folder}/back_{retokenize}'
+      atif_reader.read_folder(f'{folder}/atif', back, reader, 8)
+      again = saved.read(saved.path_of(back, 1), tokenizer).episodes
+      found = [(row.agent_id, row.parent, row.branched_from) for row in again]
+      expected = [(row.agent_id, row.parent, row.branched_from) for row in episodes]
+      self.assertEqual(found, expected)
+      self.assertLen({row.number for row in again}, 1)
+
   @parameterized.parameters((None, 'inline'), (CHATML, 'user'), (CHATML, 'tool'))
   def test_own_texts_encode_to_the_same_ids(self, chat_template, frame):
     tokenizer = tiny(chat_template)
@@ -446,6 +499,91 @@ class ReaderTest(parameterized.TestCase):
     found = np.asarray(advantages.estimate(batch, variant).advantages)[:, 1]
     third = 1 / 3
     np.testing.assert_allclose(found, [2 * third, 2 * third, -third, -third], rtol=1e-6)
+
+  def refer(self, **reference):
+    """A step that delegates, as Terminus 2 writes it."""
+    results = [{'subagent_trajectory_ref': [reference]}]
+    return step('system', 'I delegate.', observation={'results': results})
+
+  def tree(self, sampled):
+    """Returns [(agent, parent, prompt)] of each episode of a batch, by its number."""
+    episodes = {}
+    for row in sampled.episodes:
+      prompt = row.prompt.tolist()
+      episodes.setdefault(row.number, []).append((row.agent_id, row.parent, prompt))
+    return [*episodes.values()]
+
+  def test_documents_of_a_tree_are_one_episode(self):
+    """A trial with a rewritten context, two sub-agents in files and two embedded ones."""
+    asked = step('user', 'q')
+    turn = lambda prompt, end: by_ids('a', prompt, [end], [-0.5])
+    inner = make(asked, turn([80], 81), session_id='s', trajectory_id='inner')
+    lonely = make(asked, turn([90], 91), trajectory_id='lonely')
+    first = make(asked, turn([60], 61), session_id='first', subagent_trajectories=[lonely])
+    main = make(
+        asked,
+        turn([70], 71),
+        self.refer(trajectory_path='trajectory.sub-1.json', session_id='first'),
+        turn([70, 71, 72], 73),
+        turn([75], 76),
+        self.refer(trajectory_id='inner'),
+        turn([75, 76, 72], 77),
+        session_id='main',
+        subagent_trajectories=[inner],
+        continued_trajectory_ref='trajectory.cont-1.json',
+    )
+    self.write('a/agent/trajectory.json', main)
+    self.write('a/agent/trajectory.sub-1.json', first)
+    self.write('a/agent/trajectory.cont-1.json', make(asked, turn([50], 51), session_id='main'))
+    verdict = {'task_name': 't', 'verifier_result': {'rewards': {'reward': 1}}}
+    self.write('a/result.json', verdict)
+    self.write('b.json', make(asked, turn([40], 41)))
+    with mock.patch.object(atif_reader.AtifReader, '_check_ids'):  # ids above are arbitrary
+      (sampled,) = self.read(tiny())
+    expected = [
+        ('main', None, [70]),
+        ('main', (0, 2), [75]),
+        ('first', (0, 1), [60]),
+        ('lonely', (2, 1), [90]),
+        ('inner', (1, 1), [80]),
+        ('main', (1, 2), [50]),
+    ]
+    self.assertEqual(self.tree(sampled), [expected, [('', None, [40])]])
+    rows = sampled.episodes[:6]
+    self.assertEqual([row.segment for row in rows], [*range(6)])
+    self.assertEqual([(row.task.id, row.score, row.whole_score) for row in rows], [('t', 1, 1)] * 6)
+    self.assertEqual(self.told, [])
+
+  @parameterized.named_parameters(
+      ('itself', {'a': 'a', 'b': None}, 1),
+      ('loop', {'a': 'b', 'b': 'a'}, 1),
+      ('two_parents', {'a': 'c', 'b': 'c'}, 1),
+      ('unknown', {'a': '/etc/x', 'b': 'https://host/c'}, 2),
+      ('other', {'a': 'other', 'b': None}, 1),
+  )
+  def test_reference_without_effect_loses_nothing(self, references, num_lost):
+    names = {'a', 'b', 'c'}
+    for name in names:
+      steps = [step('user', name), step('agent', 'hi')]
+      if place := references.get(name):
+        steps.append(self.refer(trajectory_path=f'{place}.json'))
+      self.write(f'{name}.json', make(*steps))
+    self.write('other.json', {'a': 1})
+    (sampled,) = self.read(tiny(), episodes_per_file=8)
+    self.assertLen(sampled.episodes, 3)
+    self.assertIn(f'{num_lost} references between trajectories', self.told[0])
+
+  @parameterized.parameters(
+      {'subagent_trajectories': [{'trajectory_id': 'x', 'steps': []}]},
+      {'continued_trajectory_ref': 'broken.json'},
+  )
+  def test_unreadable_branch_is_left_out(self, **fields):
+    document = make(step('user', 'q'), step('agent', 'hi'), **fields)
+    self.write('a.json', document)
+    self.write('broken.json', make(step('user', 'go')))
+    (sampled,) = self.read(tiny())
+    self.assertLen(sampled.episodes, 1)
+    self.assertRegex(self.told[-1], 'trajectories are left out')
 
   @parameterized.parameters(
       ({'metrics': {'em': 'high'}},),
