@@ -135,6 +135,32 @@ def build_environment(folder):
   return folder / 'bin' / 'python'
 
 
+class ImageTest(absltest.TestCase):
+  """The Dockerfile, of which no test builds an image."""
+
+  def setUp(self):
+    super().setUp()
+    self.dockerfile = (ROOT / 'Dockerfile').read_text(encoding='utf-8')
+
+  def test_copied_files_exist_and_are_sent(self):
+    sent = (ROOT / '.dockerignore').read_text(encoding='utf-8').splitlines()
+    copies = re.findall(r'^COPY (?!--from)(.*) \S+$', self.dockerfile, re.MULTILINE)
+    names = ' '.join(copies).split()
+    self.assertIn('pyproject.toml', names)
+    for name in names:
+      self.assertTrue((ROOT / name).exists(), name)
+    self.assertCountEqual([line for line in sent if line.startswith('!')], [f'!{x}' for x in names])
+
+  def test_extras_and_python_exist(self):
+    (extras,) = re.findall(r'whl\)\[([\w,]+)\$', self.dockerfile)
+    devices = re.findall(r'DEVICE=(\w+)', self.dockerfile)
+    self.assertContainsSubset([*extras.split(','), *devices], EXTRAS)
+    for version in re.findall(r'^FROM python:([\d.]+)-', self.dockerfile, re.MULTILINE):
+      self.assertIn(f'Programming Language :: Python :: {version}', PROJECT['classifiers'])
+    self.assertIn('ENTRYPOINT ["stppo"]', self.dockerfile)
+    self.assertIn('stppo', PROJECT['scripts'])
+
+
 @pytest.mark.slow
 class WheelTest(absltest.TestCase):
   """A wheel that was built from the source distribution, and installed outside the clone."""

@@ -220,7 +220,7 @@ class ProcessesTest(parameterized.TestCase):
     """Two updates were made, from episodes in which the retriever was searched."""
     rows = metrics_lib.read_metrics(workdir)
     self.assertEqual(rows[-1]['step'], 2)
-    self.assertGreater(rows[-1]['env/number_of_valid_search'], 0, rows[-1])
+    self.assertGreater(rows[-1]['env/searches/mean'], 0, rows[-1])
 
   def start_pods(self, job: dict[str, Any], values: dict[str, str], addresses: list[str]):
     """Starts the container of each pod of a replicated job."""
@@ -233,7 +233,11 @@ class ProcessesTest(parameterized.TestCase):
         if 'secretKeyRef' in source:
           value = KEY
         elif 'fieldRef' in source:
-          value = values['COORDINATOR']
+          self.assertEqual(
+              source['fieldRef']['fieldPath'],
+              "metadata.annotations['jobset.sigs.k8s.io/coordinator']",
+          )
+          value = '127.0.0.1'  # all pods are here
         else:
           value = variable['value']
         variables[variable['name']] = value
@@ -253,10 +257,8 @@ class ProcessesTest(parameterized.TestCase):
     values = {
         'RETRIEVER': self.start_retriever(),
         '/shared': self.shared,
-        'COORDINATOR': '127.0.0.1',
+        ':1234': f':{cluster_lib.free_port()}',
     }
-    values[':1234'] = f':{cluster_lib.free_port()}'
-    values['$COORDINATOR'] = '127.0.0.1'
     addresses = {}
     for name, job in jobs().items():
       count = job['template']['spec']['completions']
@@ -286,7 +288,7 @@ class ProcessesTest(parameterized.TestCase):
         self.assert_code(trainer, 0)
       rows = metrics_lib.read_metrics(workdir)
       self.assertEqual([row['step'] for row in rows][-1], done + 1)
-      self.assertGreater(rows[-1]['env/number_of_valid_search'], 0)
+      self.assertGreater(rows[-1]['env/searches/mean'], 0)
       for engine in before[: len(addresses['engine'])]:
         self.assertIn('loaded', engine.log.read_text(encoding='utf-8'))
     with self.subTest('an error of the settings has the code of the rule'):
