@@ -314,6 +314,9 @@ class ProcessesTest(parameterized.TestCase):
           key: re.sub(r'\$\{STPPO_API_KEY:.*\}', KEY, value).replace('127.0.0.1', addresses[name])
           for key, value in service['environment'].items()
       }
+      for gpus in service.get('deploy', {}).get('resources', {}).get('reservations', {}).values():
+        count = len(gpus[0]['device_ids'])
+        variables['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={count}'
       command = [*service.get('entrypoint', own), *service['command']]
       started[name] = self.cluster.start(cluster_lib.fill_in(command, values), **variables)
       if 'healthcheck' in service:
