@@ -18,7 +18,7 @@ make() {
 }
 
 wanted=${*:-agents smol autogen inspect lm_eval verifiers harbor claude}
-make agents 3.11 openai-agents langchain-openai langgraph 'pydantic-ai-slim[openai,anthropic]' anthropic
+make agents 3.11 openai-agents langchain langchain-openai langgraph 'pydantic-ai-slim[openai,anthropic]' anthropic
 make smol 3.11 litellm 'smolagents[openai,litellm]'
 make autogen 3.11 autogen-agentchat 'autogen-ext[openai]'
 make inspect 3.11 inspect-ai openai

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
+from typing import NamedTuple
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -25,6 +27,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import saved
 from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.training import loop
 from tests import gateway_test
@@ -36,8 +39,8 @@ pytestmark = [
     pytest.mark.guests(
         what='OpenAI Agents SDK, LangChain, pydantic-ai and Anthropic SDK as agent programs',
         version='openai-agents==0.24.0 langchain-openai==1.7.4 langgraph==1.2.24 '
-        'pydantic-ai-slim[openai,anthropic]==2.68.0 anthropic==2.14.0',
-        date='2026-11-26',
+        'pydantic-ai-slim[openai,anthropic]==2.68.0 anthropic==2.14.0 langchain==1.5.2',
+        date='2026-11-28',
         touches='serving/api.py serving/messages.py serving/responses.py text/turns.py',
         environment='agents',
     ),
@@ -79,8 +82,8 @@ pytestmark = [
     pytest.mark.guests(
         what='Claude Code',
         version='Claude Code 2.1.197 (npm)',
-        date='2026-11-26',
-        touches='serving/messages.py',
+        date='2026-11-28',
+        touches='serving/messages.py serving/server.py',
     ),
 ]
 
@@ -147,30 +150,44 @@ def command(environment, program, *arguments):
   return [python, str(client_envs.SCRIPTS / f'{program}.py'), *filter(None, arguments)]
 
 
+class Played(NamedTuple):
+  """An episode of a program."""
+
+  result: Any
+  rows: list[types.Episode]
+  sampled: list[list[int]]  # ids of all answers, in order
+  difference: str  # of the first rewritten history
+
+
+def play(words, turns, forced='refuse', question=TASK['question']):
+  """Plays an episode with a model that says these turns."""
+  with scripted_gateway.session(turns, forced) as (url, session, scheduler):
+    process = commands.Process(words, TASK | {'question': question}, url, 'tiny')
+    try:
+      end = time.monotonic() + 300
+      while not process.wait(1.0):
+        assert time.monotonic() < end
+      result = process.result()
+    finally:
+      process.end()
+    rows = session.episodes(types.Task('t', TASK['question'], ('Paris',)), 0)
+    return Played(result, rows, scheduler.sampled, session.difference)
+
+
 @pytest.mark.slow
 class ToolLoopTest(parameterized.TestCase):
   """Three turns with two calls and thoughts are one row, whose ids are the sampled ones."""
 
   def check(self, words, turns, forced, question=TASK['question']):
     """Plays an episode; returns its result and the sampled ids."""
-    with scripted_gateway.session(turns, forced) as (url, session, scheduler):
-      process = commands.Process(words, TASK | {'question': question}, url, 'tiny')
-      try:
-        end = time.monotonic() + 300
-        while not process.wait(1.0):
-          self.assertLess(time.monotonic(), end)
-        result = process.result()
-      finally:
-        process.end()
-      rows = session.episodes(types.Task('t', TASK['question'], ('Paris',)), 0)
-      difference = session.difference
-    sampled = [turn.tokens.tolist() for row in rows for turn in row.turns]
-    self.assertEqual(sampled, scheduler.sampled)
-    self.assertLen(sampled, len(turns))
-    self.assertEqual(rows[0].counts['rewritten'], 0, difference)
-    self.assertLen(rows, 1)
-    self.assertEqual(result.reward, 1.0)
-    return result, sampled
+    played = play(words, turns, forced, question)
+    recorded = [turn.tokens.tolist() for row in played.rows for turn in row.turns]
+    self.assertEqual(recorded, played.sampled)
+    self.assertLen(recorded, len(turns))
+    self.assertEqual(played.rows[0].counts['rewritten'], 0, played.difference)
+    self.assertLen(played.rows, 1)
+    self.assertEqual(played.result.reward, 1.0)
+    return played.result, recorded
 
   @parameterized.parameters(*CASES)
   def test_tool_loop_is_one_row(
@@ -206,6 +223,71 @@ class ToolLoopTest(parameterized.TestCase):
     self.assertEqual((record['task'], record['rewards']), ('hello', [0.0, 0.0, 1.0]))
     agent = [token for token, turn in zip(record['tokens'], record['turn_ids']) if turn]
     self.assertEqual(agent, sum(sampled, []))
+
+
+SUB_AGENTS = (
+    TOOL_LOOP[0],
+    client_envs.thought('I search.') + client_envs.call('search', query='é'),
+    client_envs.thought('I know.') + 'It is Paris.',
+    TOOL_LOOP[1],
+    'Paris, again.',
+    TOOL_LOOP[2],
+)
+COMPACTION = (*TOOL_LOOP[:2], 'A summary é.', TOOL_LOOP[0], 'Another summary.', TOOL_LOOP[2])
+CLAUDE_AGENT = (
+    client_envs.thought('I ask.')
+    + client_envs.call(
+        'Agent', description='look', prompt='Which capital?', subagent_type='general-purpose'
+    ),
+    'The capital is Paris.',
+    'The answer is Paris.',
+)
+
+
+@pytest.mark.slow
+class BranchTest(absltest.TestCase):
+  """Sub-agents and summaries are rows with parents, whose ids are the sampled ones."""
+
+  def check(self, words, turns, expected):
+    """`expected` has (agent, parent, numbers of its answers) of each row."""
+    played = play(words, turns)
+    self.assertEqual(played.result.reward, 1.0)
+    self.assertLen(played.sampled, len(turns))
+    rows = {row.segment: row for row in played.rows}
+    self.assertLen(rows, len(expected))
+    for number, (agent, parent, answers) in enumerate(expected):
+      row = rows[number]
+      self.assertEqual((row.agent_id, row.parent, row.branched_from), (agent, parent, None))
+      sampled = [played.sampled[i] for i in answers]
+      self.assertEqual([turn.tokens.tolist() for turn in row.turns], sampled)
+    self.assertEqual(played.rows[0].counts['wrong_parents'], 0)
+    return played
+
+  def test_sub_agents_of_pydantic_ai_have_parent(self):
+    expected = [('main', None, (0, 3, 5)), ('sub-0', (0, 1), (1, 2)), ('sub-1', (0, 2), (4,))]
+    played = self.check(command('agents', 'pydantic_sub_agent'), SUB_AGENTS, expected)
+    self.assertEqual(played.result.metrics, {'calls': 1})
+
+  def test_summaries_of_langchain_follow_their_row(self):
+    expected = [
+        ('main', None, (0, 1)),
+        ('main', (0, 2), (2,)),  # the summary
+        ('main', (1, 1), (3,)),  # the history that begins with it
+        ('main', (2, 1), (4,)),
+        ('main', (3, 1), (5,)),
+    ]
+    self.check(command('agents', 'langchain_compaction'), COMPACTION, expected)
+
+  def test_agent_of_claude_code_has_parent(self):
+    program = client_envs.find('claude/node_modules/.bin/claude')
+    script = str(client_envs.SCRIPTS / 'claude_code.py')
+    played = play([sys.executable, script, program, 'Agent'], CLAUDE_AGENT)
+    main, child = sorted(played.rows, key=lambda row: row.segment)
+    self.assertEqual((main.parent, child.parent), (None, (0, 1)))
+    self.assertNotIn(child.agent_id, ('', main.agent_id))
+    recorded = [turn.tokens.tolist() for turn in (main.turns[0], *child.turns, main.turns[1])]
+    self.assertEqual(recorded, played.sampled)
+    self.assertEqual(played.result.reward, 1.0)
 
 
 @pytest.mark.slow
@@ -342,14 +424,53 @@ class TrainingTest(parameterized.TestCase):
       ('autogen', 'autogen_agent', 'stream'),
   )
   def test_two_updates_have_whole_rows(self, environment, program, argument):
-    words = command(environment, program, argument)
+    _, updates = self.train(command(environment, program, argument))
+    for row in updates:
+      self.assertEqual(row['program/segments/mean'], 1, json.dumps(row))
+      self.assertEqual(row['program/rewritten/mean'], 0)
+      self.assertEqual(row['program/crashed/mean'], 0)
+    self.assertGreater(max(row['env/calls/mean'] for row in updates), 0)
+
+  @parameterized.parameters(('pydantic_sub_agent', 'rewards'), ('langchain_compaction', ''))
+  def test_two_updates_train_branches(self, program, argument):
+    """All recorded ids have the log-probs that the trainer computes for them."""
+    settings = {'env__branch_credit': 'program'} if argument else {}
+    words = command('agents', program, argument)
+    records, updates = self.train(
+        words, train__length_buckets=(1024,), rollout__max_total=1024, **settings
+    )
+    self.assertGreater(max(row['program/segments/mean'] for row in updates), 1)
+    for row in updates:
+      self.assertEqual(row['program/crashed/mean'], 0, json.dumps(row))
+      self.assertEqual(row['program/wrong_parents/mean'], 0)
+    children = 0
+    for batch in records:
+      ends = {(record['of_episode'], record.get('segment', 0)): record for record in batch}
+      for record in batch:
+        old_logp = np.array(record['old_logp'])
+        np.testing.assert_allclose(record['behaviour_logp'], old_logp, atol=1e-4)
+        if 'parent' not in record:
+          self.assertEqual(record['agent_id'], 'main')
+          continue
+        children += 1
+        number, num_turns = record['parent']
+        parent = ends[record['of_episode'], number]
+        self.assertBetween(num_turns, 1, len(parent['rewards']))
+        is_sub_agent = record['agent_id'] != 'main'
+        self.assertEqual(is_sub_agent, program == 'pydantic_sub_agent')
+        reward = 0.25 if is_sub_agent else record['whole_score']
+        self.assertEqual(record['rewards'][-1], reward)
+        self.assertEqual(parent['agent_id'], 'main')
+    self.assertGreater(children, 0)
+
+  def train(self, words, **settings):
+    """Returns the records of the episodes of two updates, and their metrics."""
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write_knowledge(os.path.join(folder, 'knowledge'))
     tiny_run.write_model(
         os.path.join(folder, 'model'), ACTIONS, [*ACTIONS.values()], last=(RED, BLUE)
     )
-    config = tiny_run.make_config(
-        folder,
+    values = dict(
         env__kind=f'gateway:command:{" ".join(words)}',
         retriever__kind='none',
         serve__rows=2,
@@ -363,16 +484,15 @@ class TrainingTest(parameterized.TestCase):
         eval__every=0,
         eval__episodes=1,
     )
+    config = tiny_run.make_config(folder, **values | settings)
     workdir = os.path.join(folder, 'run')
     with tiny_run.on_one_device():
       loop.start(config, workdir)
     updates = [row for row in metrics_lib.read_metrics(workdir) if 'program/segments/mean' in row]
     self.assertLen(updates, 2)
-    for row in updates:
-      self.assertEqual(row['program/segments/mean'], 1, json.dumps(row))
-      self.assertEqual(row['program/rewritten/mean'], 0)
-      self.assertEqual(row['program/crashed/mean'], 0)
-    self.assertGreater(max(row['env/calls/mean'] for row in updates), 0)
+    episodes = os.path.join(workdir, 'episodes')
+    records = [saved.read_records(saved.path_of(episodes, number)) for number in (1, 2)]
+    return records, updates
 
 
 if __name__ == '__main__':

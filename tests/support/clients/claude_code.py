@@ -1,15 +1,17 @@
-"""Claude Code: `claude_code.py PROGRAM`, in a folder of its own."""
+"""Claude Code: `claude_code.py PROGRAM [TOOL]`, in a folder of its own."""
 
 import os
 import subprocess
+import sys
 import tempfile
 
 import common
 
+tool = sys.argv[2] if len(sys.argv) > 2 else 'Bash'
+bare = ['--bare'] if tool == 'Bash' else []  # which has no agents
 with tempfile.TemporaryDirectory() as folder:
   process = subprocess.run(
-      [common.KIND, '--bare', '-p', common.PROMPT, '--model', common.MODEL]
-      + ['--allowedTools', 'Bash'],
+      [common.KIND, *bare, '-p', common.PROMPT, '--model', common.MODEL] + ['--allowedTools', tool],
       cwd=folder,
       env={**os.environ, 'HOME': folder},
       stdin=subprocess.DEVNULL,
