@@ -34,6 +34,10 @@ COMPOSE = 'compose.yaml'
 # A folder with jobset.x-k8s.io_jobsets.yaml of a release of JobSet (config/components/crd/bases)
 # and compose-spec.json of the Compose specification (schema). Both are Apache-2.0 and large.
 SCHEMAS = os.environ.get('RECIPE_SCHEMAS', '')
+# The extra `dev` puts it beside Python, whose folder may not be in PATH.
+SHELLCHECK = shutil.which(
+    'shellcheck', path=f'{os.path.dirname(sys.executable)}:{os.environ["PATH"]}'
+)
 KEY = 'a key of this test'
 
 
@@ -94,10 +98,10 @@ class RecipesTest(parameterized.TestCase):
     subprocess.run(['bash', '-n', FOLDER / name], check=True)
 
   @parameterized.parameters(*SCRIPTS)
-  @absltest.skipIf(shutil.which('shellcheck') is None, 'shellcheck is not in PATH')
+  @absltest.skipIf(SHELLCHECK is None, 'shellcheck is missing')
   def test_shellcheck_finds_nothing(self, name):
     # SC2086: flags that words are split from. SC2016: another shell expands them.
-    command = ['shellcheck', '--shell=bash', '--exclude=SC2086,SC2016', FOLDER / name]
+    command = [SHELLCHECK, '--shell=bash', '--exclude=SC2086,SC2016', FOLDER / name]
     subprocess.run(command, check=True)
 
   def test_slurm_directives_precede_commands(self):
