@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -108,6 +109,37 @@ class ViewerTest(parameterized.TestCase):
     port = int(self.url.rsplit(':', 1)[1])
     with self.assertRaisesRegex(types.UserError, f'--port={port} is not available'):
       viewer.serve(self.folder, port, StopSignal(lambda: True))
+
+  @parameterized.parameters(
+      ({}, []),
+      ({'of_episode': 2, 'segment': 1}, []),
+      (
+          {'of_episode': 2, 'segment': 3, 'branched_from': [1, 4]},
+          [['of episode', 2], ['segment', 3], ['branch of segment', '1 after turn 4']],
+      ),
+      (
+          {'of_episode': 2, 'segment': 1, 'agent_id': '<b>', 'parent': [0, 1]},
+          [
+              ['of episode', 2],
+              ['segment', 1],
+              ['agent', '<b>'],
+              ['follows segment', '0 after turn 1'],
+          ],
+      ),
+      (
+          {'of_episode': 0, 'agent_id': 'main'},
+          [['of episode', 0], ['segment', 0], ['agent', 'main']],
+      ),
+  )
+  def test_place_in_tree_is_shown(self, episode, expected):
+    node = shutil.which('node')
+    if not node:
+      self.skipTest('no Node.js')
+    source = pathlib.Path(viewer.__file__).parent.joinpath('page', 'episodes.js').read_text()
+    (function,) = re.findall(r'^function placeFacts.*?^}', source, re.DOTALL | re.MULTILINE)
+    script = f'{function}\nconsole.log(JSON.stringify(placeFacts({json.dumps(episode)})))'
+    shown = subprocess.run([node, '-e', script], capture_output=True, text=True, check=True)
+    self.assertEqual(json.loads(shown.stdout), expected)
 
   def test_browser_draws_runs_seeds_and_episodes(self):
     browser = shutil.which('chromium') or shutil.which('google-chrome')

@@ -185,7 +185,7 @@ function showEpisode(episode) {
   const facts = [['gold', (episode.answers || []).join(' | ')], ['score', number(episode.score)],
     ...Object.entries(episode.metrics || {}).map(([name, value]) => [name, number(value)]), ['tokens', episode.tokens.length], ['of the agent', agent],
     ['data set', episode.dataset], ['task', episode.task]];
-  if (episode.branched_from) facts.unshift(['of episode', episode.of_episode], ['branch of segment', `${episode.branched_from[0]} after turn ${episode.branched_from[1]}`]);
+  facts.unshift(...placeFacts(episode));
   if (episode.role) facts.unshift(['role', episode.role], ['of episode', episode.of_episode]);
   if (episode.truncated) facts.push(['ended by', 'a limit']);
   if (episode.failed) facts.push(['retrieval', 'failed']);
@@ -206,6 +206,16 @@ function showEpisode(episode) {
     box.append(make('button', {class: 'more', onclick: (event) => { box.classList.remove('cut'); event.target.remove(); }},
       'Show all of it'));
   }
+}
+
+// The place of a row in the tree of an agent program's episode.
+function placeFacts(episode) {
+  const facts = [];
+  if (episode.agent_id) facts.push(['agent', episode.agent_id]);
+  for (const [label, place] of [['branch of segment', episode.branched_from], ['follows segment', episode.parent]]) {
+    if (place) facts.push([label, `${place[0]} after turn ${place[1]}`]);
+  }
+  return facts.length ? [['of episode', episode.of_episode], ['segment', episode.segment || 0], ...facts] : [];
 }
 
 const has = (episode, field) => Array.isArray(episode[field]) && episode[field].some((x) => x !== null);
