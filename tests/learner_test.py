@@ -7,12 +7,11 @@ import os
 import pathlib
 import sys
 import tempfile
-import types
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
+import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax.algorithms import objectives
@@ -21,6 +20,7 @@ from stppo_jax.algorithms.variant import RowObjective
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import presets
+from stppo_jax.models import sharding
 from stppo_jax.models import vocabulary
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
@@ -406,7 +406,7 @@ class MakeVariantTest(parameterized.TestCase):
       *parents, name = path.split('.')
       setattr(functools.reduce(getattr, parents, config), name, value)
     variant = objective.make_variant(validation.validate(config))
-    arguments = config, variant, presets.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+    arguments = config, variant, presets.PRESETS['qwen2.5-7b'], None, sharding.make_mesh(1, 1, 1)
     context = self.assertLogs if words else self.assertNoLogs
     with context('absl', 'WARNING') as logs:
       learner.make_spec(*arguments)
@@ -419,9 +419,11 @@ class MakeVariantTest(parameterized.TestCase):
     narrow = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], head_dim=128, dtype='bfloat16')
     wide = dataclasses.replace(narrow, head_dim=256)
     capped = dataclasses.replace(narrow, attention_softcap=50.0)
-    gpu = lambda capability: types.SimpleNamespace(
-        platform='gpu', device_kind='a gpu', compute_capability=capability
-    )
+
+    def gpu(capability):
+      device = mock.Mock(platform='gpu', device_kind='a gpu', compute_capability=capability)
+      return mock.Mock(devices=np.array([device]), shape={'context': 1})
+
     cases = (
         ('9.0', (narrow, wide), 'cudnn'),
         ('8.0', (narrow, wide), 'plain'),
@@ -453,7 +455,9 @@ class MakeVariantTest(parameterized.TestCase):
     config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
     config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)
     variant = objective.make_variant(validation.validate(config))
-    spec = learner.make_spec(config, variant, presets.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
+    spec = learner.make_spec(
+        config, variant, presets.PRESETS['qwen2.5-7b'], None, sharding.make_mesh(1, 1, 1)
+    )
     for schedule, steps in ((spec.actor_lr, 120), (spec.critic_lr, 200)):
       self.assertAlmostEqual(float(schedule(0)), 1.0)
       self.assertGreater(float(schedule(steps - 2)), 0.2)

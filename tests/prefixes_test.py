@@ -169,13 +169,18 @@ MODELS = {
     'chunks': dict(attention_chunk=12),
     'remat': dict(num_layers=2, scan_layers=True, remat='full'),
     'moe': dict(num_experts=4, experts_per_token=2),
+    'window_rope': dict(
+        num_layers=2, layer_types=('window', 'full'), window=5, window_rope=(5e3, None)
+    ),
 }
 
 
 @functools.cache
-def forward_functions(name):
+def forward_functions(name, pieces=None):
   """(alone, together): log-probs, entropies and values of rows [B,T], and their gradient."""
   model = dataclasses.replace(update_test.MODEL, head='both', **MODELS[name])
+  if pieces is not None:
+    model = dataclasses.replace(model, row_sharding=sharding.pieces(pieces.mesh))
   params = decoder.init(jax.random.key(1), model)
   noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape)
   params = jax.tree.map(noise, params)
@@ -198,7 +203,7 @@ def forward_functions(name):
   def together(params, tokens, places):
     y = 0
     for j in range(ROWS // 2):
-      layout = packing.layout(places, j, 2, 2 * LENGTH)
+      layout = packing.layout(places, j, 2, 2 * LENGTH, pieces)
       parts = outputs(params, layout.pack(tokens), layout.paths)
       y += jnp.stack([layout.unpack(part) for part in parts])
     return jnp.sum(y * weights), y

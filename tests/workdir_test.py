@@ -19,6 +19,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import messages
 from stppo_jax.models import presets
+from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import shared_folder
 from stppo_jax.monitoring import workdir as workdirs
@@ -188,7 +189,11 @@ class WorkdirTest(parameterized.TestCase):
     for updates in (10, 20):
       config.train.updates = updates
       spec = learner.make_spec(
-          config, variants.VARIANTS['ppo'], presets.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+          config,
+          variants.VARIANTS['ppo'],
+          presets.PRESETS['qwen2.5-7b'],
+          None,
+          sharding.make_mesh(1, 1, 1),
       )
       rates.append([float(spec.actor_lr(step)) for step in range(8)])
     self.assertEqual(*rates)

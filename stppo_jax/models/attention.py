@@ -33,6 +33,31 @@ MIN_BLOCK = 64  # and at least this many queries per block
 Rope = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]  # (cos, sin), see `angles`
 
 
+class Pieces(Protocol):
+  """How rows are cut over the devices that compute them together, see pieces.py."""
+
+  def cut(self, x: jax.Array) -> jax.Array:
+    """Cuts rows [B,T,..] into pieces."""
+
+  def join(self, x: jax.Array) -> jax.Array:
+    """Joins pieces to rows [B,T,..]."""
+
+  def before(self, x: jax.Array, parents: jax.Array) -> jax.Array:
+    """Returns pieces x at the columns `parents` [B,T] of their rows."""
+
+  def attend(
+      self,
+      q: jax.Array,
+      k: jax.Array,
+      v: jax.Array,
+      paths: 'Paths',
+      chunk: int,
+      window: int,
+      softcap: float,
+  ) -> jax.Array:
+    """Computes `causal` of pieces."""
+
+
 @flax.struct.dataclass
 class Paths:
   """What each token of a row attends to where the row holds a forest, in depth-first order.
@@ -51,11 +76,18 @@ class Paths:
     parents: [B,T] int32, the column of the token before; the first token of a path has its own.
     ends: [B,T] int32, the column after the last token that attends to the token.
     depths: [B,T] int32, the tokens before it on its path.
+    pieces: how the rows are cut over the devices that compute them together; None: they are whole.
   """
 
   parents: jax.Array
   ends: jax.Array
   depths: jax.Array
+  pieces: Pieces | None = flax.struct.field(pytree_node=False, default=None)
+
+  @property
+  def positions(self) -> jax.Array:
+    """The depths, laid out as the tokens: [B,T], or their pieces."""
+    return self.depths if self.pieces is None else self.pieces.cut(self.depths)
 
 
 class RopeScaling(Protocol):
@@ -86,10 +118,10 @@ def causal(
 
   q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
   segment per row. With Paths, which the plain backend takes, a token attends along its path, and a
-  window counts the tokens of a path. `chunk` is the plain backend's. `row_sharding` is the
-  placement of the rows, which the kernels need because the compiler cannot split them. With a
-  `window` a token attends to that many tokens, itself included. `softcap` caps the scores as
-  `categorical.softcap` does.
+  window counts the tokens of a path. With Paths that have pieces q, k and v are pieces of rows.
+  `chunk` is the plain backend's. `row_sharding` is the placement of the rows, which the kernels
+  need because the compiler cannot split them. With a `window` a token attends to that many tokens,
+  itself included. `softcap` caps the scores as `categorical.softcap` does.
 
   Choice: cuDNN takes no segments, so that rows for it are not packed (`takes_segments`). jax.nn
   passes segments only as a mask, which becomes a bias [B,1,T,T] with a gradient of that size; the
@@ -97,6 +129,8 @@ def causal(
   """
   chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
+  if isinstance(segments, Paths) and segments.pieces is not None:
+    return segments.pieces.attend(q, k, v, segments, chunk, window, softcap)
   if backend == 'plain':
     return _plain(q, k, v, segments, chunk, window, softcap)
   from stppo_jax.models import attention_kernels
@@ -266,7 +300,7 @@ def _plain(q, k, v, segments, chunk, window, softcap):
   keys before the window of its first query.
   """
   length = q.shape[1]
-  q = _grouped(q, k.shape[2])
+  q = grouped(q, k.shape[2])
   k = jnp.swapaxes(k, 1, 2)
   v = jnp.swapaxes(v, 1, 2)
   chunk = _divisor(length, chunk)
@@ -294,7 +328,7 @@ def _plain(q, k, v, segments, chunk, window, softcap):
         _attend_block(queries, keys, values, key_segments, block_first, chunk, window, softcap)
     )
   y = jnp.concatenate(blocks, axis=3)
-  return _ungrouped(y)
+  return ungrouped(y)
 
 
 def _attend_block(q, k, v, segments, first, chunk, window, softcap):
@@ -392,7 +426,7 @@ def _attend_capped(q, k, v, mask, softcap):
 
 def _read_cache(q, k, v, slots, window, softcap):
   """Computes `cached` with the tiles of keys joined."""
-  q = _grouped(q, v.shape[1])  # [B,M,g,T,H]
+  q = grouped(q, v.shape[1])  # [B,M,g,T,H]
   k = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
   k = k.reshape(*k.shape[:3], -1)
   scale = q.shape[-1] ** -0.5
@@ -401,13 +435,13 @@ def _read_cache(q, k, v, slots, window, softcap):
   scores += _cache_bias(slots, v.shape[2], window)
   weights, inverse_sum = _softmax_parts(scores, q.dtype)
   y = _per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum
-  return _ungrouped(y.astype(q.dtype))
+  return ungrouped(y.astype(q.dtype))
 
 
 def _read_tiles(q, k, v, slots, window, softcap):
   """Computes `cached` for one query per row, with one product per tile of keys and of values."""
   rows, heads, tiles, width, tile = k.shape
-  q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
+  q = grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
   # A copy per tile: without c in the equation XLA multiplies one element at a time.
   group = q.shape[2]
   q = q * width**-0.5
@@ -422,7 +456,7 @@ def _read_tiles(q, k, v, slots, window, softcap):
   y = product('bmcgs,bmcsh->bmcgh', weights, v)
   y = jnp.sum(y, axis=2) * inverse_sum[:, :, 0]
   y = y[:, :, :, None]
-  return _ungrouped(y.astype(q.dtype))
+  return ungrouped(y.astype(q.dtype))
 
 
 def _cache_bias(slots, num_slots, window):
@@ -456,16 +490,16 @@ def _merged(q):
   return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
-def _grouped(q, num_kv_heads):
-  """Reshapes [B,T,N,H] to [B,M,g,T,H]."""
+def grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
+  """Moves the heads of [B,T,N,H] to the front: [B,M,g,T,H]."""
   rows, length, heads, width = q.shape
   group = heads // num_kv_heads
   q = jnp.swapaxes(q, 1, 2)
   return q.reshape(rows, num_kv_heads, group, length, width)
 
 
-def _ungrouped(y):
-  """Reshapes [B,M,g,T,H] to [B,T,N,H]."""
+def ungrouped(y: jax.Array) -> jax.Array:
+  """Moves the heads of [B,M,g,T,H] back: [B,T,N,H]."""
   rows, num_kv_heads, group, length, width = y.shape
   y = y.reshape(rows, num_kv_heads * group, length, width)
   return jnp.swapaxes(y, 1, 2)

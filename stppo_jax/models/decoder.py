@@ -27,6 +27,7 @@ Einsum letters are those of `types.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -48,6 +49,7 @@ from stppo_jax.models.layers import LayerKind
 from stppo_jax.models.layers import Mlp
 from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
+from stppo_jax.types import UserError
 
 if TYPE_CHECKING:
   from stppo_jax.models import moe
@@ -187,7 +189,7 @@ def trunk(
   if positions is not None:
     ropes = _angles(config, positions)
   elif isinstance(segments, attention.Paths):
-    ropes = _looked_up(config, tokens.shape[1], segments.depths)
+    ropes = _looked_up(config, segments.depths.shape[1], segments.positions)
   else:
     ropes = _rope_tables(config, tokens.shape[1])
   x = _embed(params, config, tokens)
@@ -305,6 +307,8 @@ def before(x: jax.Array, paths: attention.Paths | None = None) -> jax.Array:
   """Returns x [B,T,..] of the token before each token: of its parent, if there are `paths`."""
   if paths is None:
     return pad_first(x[:, :-1])
+  if paths.pieces is not None:
+    return paths.pieces.before(x, paths.parents)
   columns = paths.parents.reshape(*paths.parents.shape, *[1] * (x.ndim - 2))
   return jnp.take_along_axis(x, columns, axis=1)
 
@@ -361,6 +365,8 @@ def token_logp(
     )
     logp = logp.reshape(tokens.shape)
     entropy = entropy.reshape(tokens.shape)
+  if paths is not None:
+    return logp, entropy
   is_first = jnp.arange(length) == 0
   return jnp.where(is_first, 0.0, logp), jnp.where(is_first, 0.0, entropy)
 
@@ -427,6 +433,39 @@ def takes_paths(config: ModelConfig) -> bool:
   """Returns whether all layers can go along Paths: see `attention.Paths`."""
   has_states = any(kind.is_delta for kind in config.layer_kinds)
   return attention.takes_paths(config.attention) and not has_states
+
+
+def choose_attention(
+    config: ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
+) -> str:
+  """Returns the attention of training on rows of these lengths.
+
+  `backend` is config.model.attention. UserError: it cannot run on the devices of the mesh.
+  """
+  context = mesh.shape['context']
+  if context == 1:
+    device = mesh.devices.flat[0]
+    return attention.choose(
+        backend, device, config.dtype, config.head_dim, lengths, config.attention_softcap
+    )
+  setting = f'config.mesh.context={context}'
+  if any(kind.is_delta for kind in config.layer_kinds):
+    raise UserError(
+        f'{setting} cuts rows over devices, and the gated delta nets of the model pass a state '
+        'along a row: set --config.mesh.context=1'
+    )
+  if backend not in ('auto', 'plain'):
+    raise UserError(
+        f'{setting}: config.model.attention={backend!r} computes whole rows: set '
+        '--config.model.attention=auto'
+    )
+  for length in lengths:
+    if length % (2 * context):
+      raise UserError(
+          f'{setting} gives each device two parts of a row, and {length} of '
+          f'config.train.length_buckets is no multiple of {2 * context}: choose multiples of it'
+      )
+  return 'plain'
 
 
 def has_adapters(params: Params) -> bool:

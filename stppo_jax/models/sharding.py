@@ -1,7 +1,8 @@
-"""Placement of arrays: a mesh of (data, fsdp, tensor), and rules from a path to mesh axes.
+"""Placement of arrays: a mesh of four axes, and rules from a path to mesh axes.
 
 Parameters, gradients and optimizer state follow the same rules, because an optimizer's tree
-contains the parameters' paths. The rows of a batch are split over (data, fsdp).
+contains the parameters' paths. The rows of a batch are split over (data, fsdp). The models compute
+a row on all devices of `context` together, each of which has a piece of it, see pieces.py.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ import numpy as np
 
 from stppo_jax.types import UserError
 
-AXES = ('data', 'fsdp', 'tensor')
+AXES = ('data', 'fsdp', 'context', 'tensor')
 ROWS = P(('data', 'fsdp'))
+PIECES = P(('data', 'fsdp', 'context'))
 Tree = TypeVar('Tree')  # a tree of arrays, of their shapes or of their shardings
 HOST = 'pinned_host'  # the memory kind of arrays that are offloaded to the host
 
-# First match wins; a path that matches nothing is an error. Leading L axes are never split.
+# First match wins; a path that matches nothing is an error. Leading L axes are never split. The
+# devices of `context` split what `fsdp` splits, see `_fit`.
 RULES = (
     (r'embed/embedding$', P('tensor', 'fsdp')),  # [V,D]
     (r'lm_head/kernel$', P('fsdp', 'tensor')),  # [D,V]
@@ -63,17 +66,21 @@ class MeshSizes(Protocol):
     """Shards of each copy, by rows of a batch."""
 
   @property
+  def context(self) -> int:
+    """Shards of each copy, by the tokens of a row."""
+
+  @property
   def tensor(self) -> int:
     """Shards of heads, feed-forward and vocabulary."""
 
 
 def mesh_of(settings: MeshSizes, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
   """Makes the mesh that config.mesh describes."""
-  return make_mesh(settings.data, settings.fsdp, settings.tensor, devices)
+  return make_mesh(settings.data, settings.fsdp, settings.tensor, devices, settings.context)
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None, context: int = 1
 ) -> jax.sharding.Mesh:
   """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
 
@@ -83,7 +90,7 @@ def make_mesh(
   """
   if devices is None:
     devices = jax.devices()
-  sizes = (data, fsdp, tensor)
+  sizes = (data, fsdp, context, tensor)
   num_used = math.prod(sizes)
   num_processes = len({device.process_index for device in devices})
   used = devices
@@ -93,9 +100,9 @@ def make_mesh(
     grid = np.array(used).reshape(sizes)
   except ValueError:
     raise UserError(
-        f'config.mesh (data={data}, fsdp={fsdp}, tensor={tensor}) does not fit {len(devices)} '
-        'devices: the sizes are at least 1 and their product is the number of devices, where one '
-        'of them may be -1 and takes what is left'
+        f'config.mesh (data={data}, fsdp={fsdp}, context={context}, tensor={tensor}) does not fit '
+        f'{len(devices)} devices: the sizes are at least 1 and their product is the number of '
+        'devices, where one of them may be -1 and takes what is left'
     ) from None
   axis_types = (jax.sharding.AxisType.Auto,) * len(AXES)
   num_slices = 1
@@ -142,6 +149,11 @@ def num_row_shards(mesh: jax.sharding.Mesh) -> int:
 def rows(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of an array whose leading axis is the rows of a batch."""
   return NamedSharding(mesh, ROWS)
+
+
+def pieces(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of an array whose leading axis is the rows of a batch, or their pieces."""
+  return NamedSharding(mesh, PIECES)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
@@ -219,8 +231,14 @@ def _spec(name, shape, mesh):
 
 
 def _fit(axis, size, mesh):
-  divides = axis is not None and size % mesh.shape[axis] == 0
-  return axis if divides else None
+  """Returns the axes that split a dimension in place of `axis`; None: nothing splits it."""
+  choices = [axis] if axis else []
+  if axis == 'fsdp' and mesh.shape['context'] > 1:
+    choices = [('fsdp', 'context'), 'fsdp']
+  for choice in choices:
+    if size % math.prod(mesh.shape[name] for name in np.atleast_1d(choice)) == 0:
+      return choice
+  return None
 
 
 def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -56,8 +56,8 @@ def copy_function(
     # On the way each parameter is split over all devices, as in training. From there XLA gathers it
     # over `data`; in one step it would gather it whole.
     devices = row_sharding.mesh.devices
-    data, _, tensor = devices.shape
-    between = sampling_mesh.ordered(devices.reshape(1, data, tensor))
+    data, _, _, tensor = devices.shape
+    between = sampling_mesh.ordered(devices.reshape(1, data, 1, tensor))
     places = sampling_mesh.copy_shardings(model, row_sharding)
 
   def copy(params: decoder.Params) -> decoder.Params:

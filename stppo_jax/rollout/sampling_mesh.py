@@ -20,7 +20,7 @@ COPY_BYTES = 4 * 2**30  # most bytes of the copy per device, where the key heads
 
 
 def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ()) -> Mesh:
-  """Returns a mesh of (data, 1, tensor) over the devices of `mesh`, in the same order.
+  """Returns a mesh of (data, 1, 1, tensor) over the devices of `mesh`, in the same order.
 
   `sizes` are (data, tensor); one of them may be -1 and takes the remaining devices. If empty,
   tensor is the smallest number for which the copy takes at most COPY_BYTES per device, or the
@@ -29,14 +29,14 @@ def make_mesh(mesh: Mesh, model: decoder.ModelConfig, sizes: Sequence[int] = ())
   setting = f'config.rollout.mesh={tuple(sizes)}'
   try:
     data, tensor = sizes or (-1, _smallest_tensor(mesh.size, model))
-    devices = mesh.devices.reshape(data, 1, tensor)
+    devices = mesh.devices.reshape(data, 1, 1, tensor)
   except ValueError:
     raise UserError(
         f'{setting} are (data, tensor) of {mesh.size} devices, which must be their product: set '
         'one of them to -1 to take what is left'
     ) from None
   heads = _divisible(model)
-  tensor = devices.shape[2]
+  tensor = devices.shape[-1]
   if heads % tensor:
     allowed = map(str, _divisors(heads))
     raise UserError(
@@ -67,7 +67,7 @@ def copy_shardings(model: decoder.ModelConfig, row_sharding: NamedSharding) -> d
 
 def ordered(devices: np.ndarray) -> Mesh:
   """Makes a mesh without reordering devices: one program may use arrays of meshes in one order."""
-  auto = (jax.sharding.AxisType.Auto,) * 3
+  auto = (jax.sharding.AxisType.Auto,) * len(sharding.AXES)
   return Mesh(devices, sharding.AXES, axis_types=auto)
 
 

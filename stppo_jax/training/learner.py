@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from stppo_jax import types
 from stppo_jax.algorithms.variant import Variant
 from stppo_jax.config import Config
-from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
@@ -300,8 +299,7 @@ def build(
     return jax.device_put(params, shardings(params), may_alias=False)
 
   models = load(config, variant, load_model, make)
-  device = mesh.devices.flat[0]
-  spec, frozen = complete(config, variant, models, device, load_model, copy)
+  spec, frozen = complete(config, variant, models, mesh, load_model, copy)
   state = state_lib.create_sharded(spec, models.actor, models.critic, mesh, offloaded)
   compiled = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = minibatches.Bins(
@@ -380,7 +378,7 @@ def complete(
     config: Config,
     variant: Variant,
     models: Models,
-    device: jax.Device,
+    mesh: jax.sharding.Mesh,
     load_model: Callable,
     copy: Callable,
 ) -> tuple[state_lib.Spec, state_lib.Frozen]:
@@ -394,7 +392,7 @@ def complete(
     reference = copy(models.actor, memory_kind)
     frozen = dataclasses.replace(frozen, reference=reference)
   critic_model = models.critic_model
-  spec = make_spec(config, variant, models.model, critic_model, device)
+  spec = make_spec(config, variant, models.model, critic_model, mesh)
   folder = config.teacher.folder
   if folder:
     # A frozen model loses nothing if it is stored in the dtype of the computation.
@@ -403,7 +401,7 @@ def complete(
     config = dataclasses.replace(config, model=options)
     model, teacher = load_model(config, 'tokens', folder, memory_kind)
     frozen = dataclasses.replace(frozen, teacher=teacher)
-    actor, critic, teacher = _with_attention(config, device, (spec.actor, spec.critic, model))
+    actor, critic, teacher = _with_attention(config, mesh, (spec.actor, spec.critic, model))
     spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
   if spec.share_prefixes and not all(map(decoder.takes_paths, spec.models)):
     spec = dataclasses.replace(spec, share_prefixes=False)
@@ -414,20 +412,13 @@ def complete(
   return spec, frozen
 
 
-def _with_attention(config, device, models):
+def _with_attention(config, mesh, models):
   """Returns the models, of which some may be None, with the attention that all of them can run.
 
   They use the same bins, so a kernel that one of them cannot use is used by none.
   """
   chosen = {
-      attention.choose(
-          config.model.attention,
-          device,
-          model.dtype,
-          model.head_dim,
-          config.train.length_buckets,
-          model.attention_softcap,
-      )
+      decoder.choose_attention(model, config.model.attention, mesh, config.train.length_buckets)
       for model in models
       if model is not None
   }
@@ -458,11 +449,11 @@ def make_spec(
     variant: Variant,
     model: decoder.ModelConfig,
     critic_model: decoder.ModelConfig | None,
-    device: jax.Device,
+    mesh: jax.sharding.Mesh,
 ) -> state_lib.Spec:
-  """Builds the static part of the compiled functions, for the kind of device that they run on."""
+  """Builds the static part of the compiled functions, for the devices that they run on."""
   train = config.train
-  actor, critic = _with_attention(config, device, (model, critic_model))
+  actor, critic = _with_attention(config, mesh, (model, critic_model))
   routing_replay = config.rollout.routing_replay
   if routing_replay != 'none' and not model.num_experts:
     routing_replay = 'none'

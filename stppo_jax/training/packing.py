@@ -19,6 +19,9 @@ places of the tokens before it, and a token attends to itself and to the tokens 
         p q c d      parents  - p q a q c d        and those of d are e
         p q c d e    ends     7 7 4 4 7 7 7
 
+Where several devices compute a bin together (`attention.Pieces`), the layout has pieces of bins,
+and [R,P] are their number and their columns.
+
 The places are in depth-first order, so that the continuations of a token in any row are the places
 up to its end. Masks, advantages and returns belong to a row, log-probs and values to a place.
 `unpack` gives each row the numbers of its places, and `add_up` is its transpose.
@@ -84,7 +87,7 @@ class Layout:
   row: jax.Array  # [R,P] int32, the first of the rows that have the token
   position: jax.Array  # [R,P] int32, within the row
   live: jax.Array  # [R,P] bool, false in padding
-  # What the token in each place [R,P] attends to; None: no row shares a place.
+  # What the token in each place [R,P] attends to; None: to the tokens of its row before it.
   paths: attention.Paths | None
   slot: jax.Array  # [B,T] int32, among the R P of the bins; R P for other micro-batches
   owned: jax.Array  # [B,T] bool, true for tokens of this micro-batch
@@ -155,6 +158,15 @@ class RowLayout:
   def unpack(self, y: jax.Array) -> jax.Array:
     """Returns y."""
     return y
+
+
+def pieces_of(mesh: jax.sharding.Mesh) -> attention.Pieces | None:
+  """Returns how the devices of `context` cut bins, if there are several of them; else None."""
+  if mesh.shape['context'] == 1:
+    return None
+  from stppo_jax.models import pieces
+
+  return pieces.DevicePieces(mesh)
 
 
 def num_tokens(steps: Sequence[Step]) -> int:
@@ -340,7 +352,11 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
 
 
 def sum_over(
-    function: Callable[[Layout], Tree], packing: Packing, num_bins: int, capacities: Sequence[int]
+    function: Callable[[Layout], Tree],
+    packing: Packing,
+    num_bins: int,
+    capacities: Sequence[int],
+    pieces: attention.Pieces | None = None,
 ) -> Tree:
   """Returns the sum of function(Layout) over every non-empty micro-batch.
 
@@ -349,7 +365,7 @@ def sum_over(
   """
 
   def compute(columns, j):
-    micro_batch = layout(packing, j, num_bins, columns)
+    micro_batch = layout(packing, j, num_bins, columns, pieces)
     return function(micro_batch)
 
   branches = [functools.partial(compute, columns) for columns in capacities]
@@ -399,8 +415,14 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   return dataclasses.replace(packing, bin=bins, length=length)
 
 
-def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int) -> Layout:
-  """Returns the Layout of micro-batch j, with bins of P = `capacity`."""
+def layout(
+    packing: Packing,
+    j: jax.Array,
+    num_bins: int,
+    capacity: int,
+    pieces: attention.Pieces | None = None,
+) -> Layout:
+  """Returns the Layout of micro-batch j, with bins of P = `capacity`, or with their pieces."""
   is_in_j = packing.bin // num_bins == j
   tokens = jnp.arange(packing.num_tokens)
   owned = is_in_j[:, None] & (tokens < packing.length[:, None])
@@ -413,10 +435,15 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int) -> Layo
   find_tokens = _tokens_in_order if packing.column is None else _first_tokens
   row, position, live = find_tokens(slot, packing, size)
   paths = None
-  if packing.column is not None:
+  if packing.column is not None or pieces is not None:
     paths = _paths(slot, packing, row, position, live, capacity)
   in_bins = lambda x: x.reshape(num_bins, capacity)
   row, position, live, paths = jax.tree.map(in_bins, (row, position, live, paths))
+  if pieces is not None:
+    paths = dataclasses.replace(paths, pieces=pieces)
+    row, position, live = map(pieces.cut, (row, position, live))
+    numbers = jnp.arange(size).reshape(row.shape)
+    slot = jnp.append(pieces.join(numbers), size)[slot]
   return Layout(row, position, live, paths, slot, owned)
 
 
@@ -450,7 +477,9 @@ def _first_tokens(slot, packing, size):
 def _paths(slot, packing, row, position, live, capacity):
   """Returns the Paths of the slots, in one row."""
   own = jnp.arange(len(row)) % capacity
-  before = packing.column[row, jnp.maximum(position - 1, 0)]
+  before = own - 1
+  if packing.column is not None:
+    before = packing.column[row, jnp.maximum(position - 1, 0)]
   parents = jnp.where(live & (position > 0), before, own)
   row_ends = jnp.broadcast_to(packing.end[:, None], slot.shape)
   ends = (own + 1).at[slot].max(row_ends, mode='drop')  # the largest of the paths through a slot

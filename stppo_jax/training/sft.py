@@ -321,7 +321,7 @@ class Trainer:
       logp_chunk: int | None = None,
       share_prefixes: bool = False,
   ):
-    self.model = dataclasses.replace(model, row_sharding=sharding.rows(mesh))
+    self.model = dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
     self.frozen = frozen
     self.micro_batch = micro_batch
     self.buckets = tuple(buckets)
@@ -376,16 +376,16 @@ class Trainer:
     """Returns the sum of negative log-probs of the assistant's tokens of a micro-batch."""
     params = frozen.policy(actor)
     tokens = layout.pack(rows.tokens)
-    paths = layout.paths if self.share_prefixes else None
-    segments = paths
-    if paths is None and self.shared:
+    segments = layout.paths
+    if segments is None and self.shared:
       segments = layout.segments
     x, _ = decoder.trunk(params, self.model, tokens, segments=segments)
-    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk, paths)
+    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk, layout.paths)
     return -jnp.sum(layout.unpack(logp) * rows.mask)
 
   def _sum(self, function, rows):
-    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets)
+    pieces = packing.pieces_of(self._mesh)
+    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, pieces)
 
   def _sum_loss(self, actor, frozen, rows):
     def one(layout):

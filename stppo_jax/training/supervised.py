@@ -21,7 +21,6 @@ import numpy as np
 import optax
 
 from stppo_jax import types
-from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
@@ -52,11 +51,7 @@ def with_kernel(
     config: decoder.ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
 ) -> decoder.ModelConfig:
   """Returns the model with the attention of a run: `backend` is config.model.attention."""
-  device = mesh.devices.flat[0]
-  dtype = config.dtype
-  chosen = attention.choose(
-      backend, device, dtype, config.head_dim, lengths, config.attention_softcap
-  )
+  chosen = decoder.choose_attention(config, backend, mesh, lengths)
   return dataclasses.replace(config, attention=chosen)
 
 

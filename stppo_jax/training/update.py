@@ -97,16 +97,17 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   rows = sharding.rows(mesh)
   whole = sharding.replicated(mesh)
 
-  def over_rows(model):
+  def over_devices(model):
     if model is None:
       return None
-    return dataclasses.replace(model, row_sharding=rows)
+    return dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
 
   spec = dataclasses.replace(
       spec,
-      actor=over_rows(spec.actor),
-      critic=over_rows(spec.critic),
-      teacher=over_rows(spec.teacher),
+      actor=over_devices(spec.actor),
+      critic=over_devices(spec.critic),
+      teacher=over_devices(spec.teacher),
+      pieces=packing_lib.pieces_of(mesh),
   )
   ins = (state_sharding, frozen_sharding, rows, whole)
   annotate_batch = functools.partial(annotate, spec)
@@ -203,7 +204,9 @@ def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
     def one_micro_batch(layout):
       return _bin_columns(spec, actor, critic, frozen, tokens, layout, routes)
 
-    return packing_lib.sum_over(one_micro_batch, step.packing, spec.micro_batch, spec.lengths)
+    return packing_lib.sum_over(
+        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, spec.pieces
+    )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..], the rows at their places in the batch
     rows = steps.rows.reshape(-1)
@@ -356,7 +359,7 @@ class StepInputs:
     spec = self.spec
     if packing is None:
       return function(packing_lib.RowLayout(self.batch.tokens.shape))
-    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths)
+    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths, spec.pieces)
 
 
 def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
@@ -724,7 +727,7 @@ def _policy(spec, params, tokens, layout, routes=None, reference=None):
   binned, x, routing = _trunk(spec, model, params, tokens, layout, routes)
   temperature = spec.temperature
   chunk = spec.logp_chunk
-  paths = _paths(spec, layout)
+  paths = layout.paths
   logp, entropy = decoder.token_logp(params, model, x, binned, temperature, chunk, paths)
   values = None
   if spec.shared_trunk:
@@ -753,7 +756,7 @@ def _logp(spec, model, params, tokens, layout):
   binned, x, _ = _trunk(spec, model, params, tokens, layout)
   temperature = spec.temperature
   chunk = spec.logp_chunk
-  paths = _paths(spec, layout)
+  paths = layout.paths
   logp, _ = decoder.token_logp(params, model, x, binned, temperature, chunk, paths)
   return logp
 
@@ -762,7 +765,7 @@ def _critic(spec, params, tokens, layout):
   """Runs the critic on tokens [b,T] in their bins: its outputs [R,P,..] before each token."""
   model = spec.critic
   _, x, _ = _trunk(spec, model, params, tokens, layout)
-  return decoder.state_values(params, x, _paths(spec, layout))
+  return decoder.state_values(params, x, layout.paths)
 
 
 def _trunk(spec, model, params, tokens, layout, routes=None):
@@ -770,13 +773,8 @@ def _trunk(spec, model, params, tokens, layout, routes=None):
   tokens = layout.pack(tokens)
   if routes is not None:
     routes = layout.pack(routes)
-  segments = _paths(spec, layout)
+  segments = layout.paths
   if segments is None and spec.shared_bins:
     segments = layout.segments
   x, routing = decoder.trunk(params, model, tokens, segments=segments, routes=routes)
   return tokens, x, routing
-
-
-def _paths(spec, layout):
-  """Returns the Paths [R,P] of the bins, if rows may share places; else None."""
-  return layout.paths if spec.share_prefixes else None
