@@ -60,9 +60,9 @@ File = tuple[str, int]  # kind and step of a file of episodes
 class _Reference(NamedTuple):
   """A reference of a document to another one."""
 
-  position: int  # of the step that has it
-  path: str = ''  # of a file
-  trajectory_id: str = ''  # of an embedded document
+  position: int  # index of the step that has it
+  path: str = ''  # a file
+  trajectory_id: str = ''  # names an embedded document
   continues: bool = False  # the other document is of the same agent
 
 
@@ -70,7 +70,7 @@ class _Rows(NamedTuple):
   """The rows of a document."""
 
   episodes: list[types.Episode]
-  positions: list[int]  # of the steps that are their turns
+  positions: list[int]  # indices of the steps that are their turns
 
   def place(self, position: int) -> tuple[int, int]:
     """Returns (number of a row, turns of it) after a step."""
