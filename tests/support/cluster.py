@@ -8,6 +8,7 @@ recipes are found first in a folder of stand-ins: vLLM, `srun`, `scontrol` and `
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import json
 import os
 import pathlib
@@ -73,6 +74,8 @@ for number, host in enumerate(hosts):
   )
   here = [word.replace('0.0.0.0', host) for word in command]
   tasks.append(subprocess.Popen(here, env=dict(os.environ, **step), start_new_session=True))
+  with open(os.environ['CLUSTER_TASKS'], 'a', encoding='utf-8') as file:
+    print(tasks[-1].pid, file=file)
 def end(signum, frame):
   for task in tasks:
     if task.poll() is None:
@@ -158,7 +161,7 @@ class Cluster:
         'srun': SRUN.format(python=sys.executable),
         'scontrol': SCONTROL,
         'gcloud': GCLOUD.format(python=sys.executable),
-        'pkill': '#!/bin/sh\n',  # srun ends what it started
+        'pkill': '#!/bin/sh\n',  # it would find processes of others; `stop` ends the tasks
     }.items():
       path = self.programs / name
       path.write_text(text, encoding='utf-8')
@@ -188,6 +191,7 @@ class Cluster:
         'HOME': str(self.home),
         'PYTHONPATH': f'{self.folder / "site"}:{ROOT}',
         'CLUSTER_NAMES': str(self.folder / 'names.json'),
+        'CLUSTER_TASKS': str(self.folder / 'tasks'),
         'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={DEVICES}',
         **variables,
@@ -202,21 +206,18 @@ class Cluster:
     return process
 
   def stop(self) -> None:
-    """Ends all processes that are left, with those that they started."""
+    """Ends all processes that are left. The tasks of `srun` have their own groups, too."""
     for process in self._processes:
-      if process.poll() is None:
-        process.terminate()  # srun ends its tasks, which are no members of its group
-    deadline = time.monotonic() + 20
+      process.terminate()  # scripts end what they started
     for process in self._processes:
-      try:
-        process.wait(max(0.1, deadline - time.monotonic()))
-      except subprocess.TimeoutExpired:
-        pass
-      try:
-        os.killpg(process.pid, signal.SIGKILL)
-      except ProcessLookupError:
-        pass
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+      end_group(process.pid)
       process.wait()
+    tasks = self.folder / 'tasks'
+    if tasks.exists():
+      for task in tasks.read_text(encoding='utf-8').split():
+        end_group(int(task))
 
   def logs(self) -> str:
     """Returns the ends of the outputs of all processes."""
@@ -232,6 +233,12 @@ class Cluster:
       assert time.monotonic() < deadline, self.logs()
       assert all(process.poll() is None for process in running), self.logs()
       time.sleep(0.2)
+
+
+def end_group(group: int) -> None:
+  """Ends the processes of a group, if there are any."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(group, signal.SIGKILL)
 
 
 def answers(url: str) -> bool:
