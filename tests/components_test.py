@@ -7,6 +7,7 @@ import pathlib
 import sys
 import tempfile
 import types as python_types
+from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
@@ -16,11 +17,14 @@ import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import plugins
+from stppo_jax.assembly import agents
 from stppo_jax.assembly import components
 from stppo_jax.envs import factory
 from stppo_jax.envs import search
 from stppo_jax.evaluation import job
+from stppo_jax.models import sharding
 from stppo_jax.retrieval import dense
+from stppo_jax.rollout import prepare
 from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -41,6 +45,23 @@ class GameWithSeeds:
 
   def step(self, action):
     return '', 0.0, True, False, {}
+
+
+class SamplerTest(absltest.TestCase):
+
+  def test_caches_beyond_the_memory_are_refused(self):
+    """Keys and values of 64 rows of 64 tokens, in float32."""
+    config = tiny_run.make_config(**{'rollout.max_total': 64, 'rollout.rows': 64})
+    parts = components.resolve(config)
+    model = prepare.load_shape(config)
+    needed = 2 * 64 * 64 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    with mock.patch.object(sharding, 'memory_of', return_value=needed):
+      agents.make_agent(config, parts, model)
+    with mock.patch.object(sharding, 'memory_of', return_value=needed - 1):
+      with self.assertRaisesRegex(UserError, 'max_total=64.*64 rows.*lower config.rollout.rows'):
+        agents.make_agent(config, parts, model)
+      config.rollout.engine = 'http://127.0.0.1:1'
+      agents.make_agent(config, parts, model)  # the engines' memory is not known here
 
 
 class OwnTasksTest(absltest.TestCase):

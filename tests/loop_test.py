@@ -447,21 +447,20 @@ class LoopTest(parameterized.TestCase):
     )
 
 
-class MeshTest(absltest.TestCase):
+class MeshTest(parameterized.TestCase):
 
+  @parameterized.parameters({'data': 2, 'fsdp': 2, 'tensor': 2}, {'fsdp': 2, 'context': 4})
   @pytest.mark.slow
-  def test_an_update_on_eight_devices(self):
+  def test_an_update_on_eight_devices(self, **mesh):
     config = make_config(
+        **{f'mesh.{axis}': size for axis, size in mesh.items()},
         **{
             'train.updates': 1,
-            'mesh.data': 2,
-            'mesh.fsdp': 2,
-            'mesh.tensor': 2,
             'eval.every': 0,
             'algorithm.log_bias': False,
             # One step only: Adam's first step is a sign, which amplifies rounding near 0.
             'train.mini_batch': 16,
-        }
+        },
     )
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
       with tiny_run.updates_compiled_ahead():

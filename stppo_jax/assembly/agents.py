@@ -49,4 +49,5 @@ def make_agent(
   if config.rollout.engine:
     add_engines = plugins.resolve(_WITH_ENGINES)
     return add_engines(agent)
+  agent_lib.check_caches(sampler)
   return agent

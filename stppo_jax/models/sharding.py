@@ -8,6 +8,7 @@ a row on all devices of `context` together, each of which has a piece of it, see
 from collections.abc import Sequence
 import functools
 import math
+import os
 import re
 from typing import Protocol
 from typing import TypeVar
@@ -159,6 +160,14 @@ def pieces(mesh: jax.sharding.Mesh) -> NamedSharding:
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of an array that every device holds in full."""
   return NamedSharding(mesh, P())
+
+
+def memory_of(device: jax.Device) -> int:
+  """Returns the bytes of a device that JAX may use. Simulated devices share the machine's."""
+  if device.platform == 'cpu':
+    machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return machine // jax.local_device_count()
+  return device.memory_stats()['bytes_limit']
 
 
 def check_host_memory(mesh: jax.sharding.Mesh) -> None:

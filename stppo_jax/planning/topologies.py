@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from stppo_jax.models import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -162,10 +163,7 @@ def _local_devices():
   kind = devices[0].device_kind
   if kind in KINDS:
     return devices, CHIPS[KINDS[kind]]
-  if devices[0].platform == 'cpu':
-    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
-  else:
-    memory = devices[0].memory_stats()['bytes_limit']
+  memory = sharding.memory_of(devices[0])
   found = (CHIPS[name] for name in GPUS if name.upper() in kind)
   chip = next(found, Chip(kind, memory))
   return devices, dataclasses.replace(chip, memory=memory)

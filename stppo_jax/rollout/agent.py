@@ -28,6 +28,7 @@ from stppo_jax.rollout import sequences
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.types import UserError
 
 
 @dataclasses.dataclass
@@ -175,6 +176,25 @@ def make_sampler(
       rows,
       records_routes=rollout.routing_replay == 'sampling' and model.num_experts > 0,
   )
+
+
+def check_caches(sampler: sampler_lib.Sampler) -> None:
+  """Raises a UserError if the keys and values of all rows are larger than the devices' memory."""
+  rows = sampler.width * sampler.num_groups
+  context = sampler.empty.eval_shape(rows, sampler.slot_buckets[-1])
+  device = jax.local_devices()[0]
+  num_devices = 1
+  if sampler.row_sharding is not None:
+    num_devices = sampler.row_sharding.num_devices
+  needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((context.k, context.v)))
+  needed //= num_devices
+  memory = sharding.memory_of(device)
+  if needed > memory:
+    raise UserError(
+        f'config.rollout.max_total={sampler.max_slots}: the keys and values of {rows} rows take '
+        f'{needed / 2**30:.0f} GiB on each device, which has {memory / 2**30:.0f} GiB: lower '
+        'config.rollout.rows, or let engines sample (config.rollout.engine)'
+    )
 
 
 def row_sharding(
