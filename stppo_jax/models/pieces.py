@@ -237,6 +237,9 @@ class _Walk:
 
   def __init__(self, blocks, q, k, v, ends, depths, device):
     num_queries = q.shape[1]
+    # Where only q, k and v are differentiated JAX would compute the masks of all blocks before the
+    # loop and keep them, because they depend on nothing else.
+    q, ends, depths, device = jax.lax.optimization_barrier((q, ends, depths, device))
     self._size = blocks.size(num_queries)
     self._window = blocks.window
     self._softcap = blocks.softcap
