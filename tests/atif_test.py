@@ -192,14 +192,14 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
   def test_branches_survive_a_folder_of_documents(self):
-    """Row 1 is a sub-agent, row 2 continues row 0, row 3 inherits from row 2, and row 4 retries."""
+    """Row 1 is a sub-agent, row 2 continues row 0, row 3 inherits from row 2, as row 4 does."""
     tokenizer = tiny()
     places = (
         {'agent_id': 'main'},
         {'agent_id': 'child', 'parent': (0, 1)},
         {'agent_id': 'main', 'parent': (0, 2)},
         {'agent_id': 'other', 'branched_from': (2, 1)},
-        {'agent_id': 'main', 'branched_from': (0, 1)},
+        {'agent_id': 'main', 'branched_from': (2, 2)},
     )
     task = types.Task('q', 'which?', ('b',))
     prompt = np.array(tokenizer.encode('which?'), np.int32)
@@ -520,10 +520,10 @@ class ReaderTest(parameterized.TestCase):
     inner = make(asked, turn([80], 81), session_id='s', trajectory_id='inner')
     lonely = make(asked, turn([90], 91), trajectory_id='lonely')
     first = make(asked, turn([60], 61), session_id='first', subagent_trajectories=[lonely])
+    delegation = self.refer(trajectory_path='trajectory.sub-1.json', session_id='first')
     main = make(
         asked,
-        turn([70], 71),
-        self.refer(trajectory_path='trajectory.sub-1.json', session_id='first'),
+        turn([70], 71) | {'observation': delegation['observation']},
         turn([70, 71, 72], 73),
         turn([75], 76),
         self.refer(trajectory_id='inner'),
