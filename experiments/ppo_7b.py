@@ -49,8 +49,6 @@ def get_config(mode=''):
       episodes=512,
       mini_batch=256,
       epochs=1,
-      # One row per device on 64 devices; use 8 on 8. It changes memory, and the result by rounding.
-      micro_batch=64,
       length_buckets=(1024, 2048, 4096),
       checkpoint_every=10,  # ours: hours of work are lost otherwise
   )

@@ -18,6 +18,4 @@ def get_config(mode=''):
     config.model.folder = 'models/Qwen3-8B'
     # Its own thoughts are longer than a turn may be; the prompt asks for short ones in <think>.
     config.model.chat_template_kwargs = {'enable_thinking': False}
-    # Twice the key heads of Qwen2.5-7B: a cache of all 512 episodes does not fit on v5e:8x8.
-    config.rollout.rows = 256
   return config

@@ -201,7 +201,9 @@ class RolloutSettings(Section):
   max_turn: int = setting(500, 'new tokens per turn', at_least=1)
   max_observation: int = setting(500, 'tokens of an observation; the rest is cut', at_least=1)
   max_total: int = setting(4096, 'tokens of prompt, turns and observations together', at_least=1)
-  rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
+  rows: int = setting(
+      0, 'episodes in progress at once. 0: the whole batch, or half of it, and so on, until keys '
+      'and values take at most a quarter of the memory', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. On a CPU 32 is faster', at_least=0)
   mesh: tuple[int, ...] = setting(
       (), '(data, tensor): number of devices that share the rows of a call, and number that share '
@@ -370,8 +372,9 @@ class TrainSettings(Section):
       256, 'episodes per optimizer step. With several steps per update the data become off-policy',
       at_least=1)
   micro_batch: int = setting(
-      64, 'bins per forward and backward pass. It changes memory, speed and rounding. On a CPU 4 '
-      'to 8 are faster', at_least=1, resume_allowed=True)
+      0, 'bins per forward and backward pass. It changes memory, speed and rounding. 0: one for '
+      'each device or group of devices that computes rows, mesh.data * mesh.fsdp. On a CPU 4 to 8 '
+      'are faster', at_least=0, resume_allowed=True)
   epochs: int = setting(1, 'passes over the episodes of an update', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising. Episodes are packed into bins, and the last '

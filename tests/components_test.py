@@ -24,6 +24,7 @@ from stppo_jax.envs import search
 from stppo_jax.evaluation import job
 from stppo_jax.models import sharding
 from stppo_jax.retrieval import dense
+from stppo_jax.rollout import agent
 from stppo_jax.rollout import prepare
 from stppo_jax.settings import validation
 from stppo_jax.types import Task
@@ -62,6 +63,24 @@ class SamplerTest(absltest.TestCase):
         agents.make_agent(config, parts, model)
       config.rollout.engine = 'http://127.0.0.1:1'
       agents.make_agent(config, parts, model)  # the engines' memory is not known here
+
+  def test_rows_follow_the_memory(self):
+    config = tiny_run.make_config(**{'rollout.max_total': 64, 'rollout.rows': 0})
+    model = prepare.load_shape(config)
+    num_episodes = config.train.episodes
+    a_row = 2 * 64 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+
+    def rows(memory, mesh=None):
+      sampler = agent.make_sampler(
+          config, model, np.zeros((1, 1), np.int32), (0,), mesh, memory=memory
+      )
+      return sampler.width * sampler.num_groups
+
+    self.assertEqual(rows(4 * num_episodes * a_row), num_episodes)
+    self.assertEqual(rows(4 * num_episodes * a_row - 4), num_episodes // 2)
+    self.assertEqual(rows(1), 1)
+    config.rollout.rows = 7
+    self.assertEqual(rows(1), 7)
 
 
 class OwnTasksTest(absltest.TestCase):

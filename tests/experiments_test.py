@@ -36,7 +36,7 @@ CHANGES = {
     'st_ppo_7b': ALGORITHM,
     'grpo_7b': GROUPS,
     'so_grpo_7b': GROUPS,
-    'st_ppo_qwen3_8b': MODEL | {'rollout.rows'},
+    'st_ppo_qwen3_8b': MODEL,
     'st_ppo_qwen3_30b_a3b': MODEL | {'rollout.routing_replay'},
     'st_ppo_qwen3_5_4b': MODEL,
     'st_ppo_med_7b': DATA | {'retriever.kind', 'retriever.timeout_s', 'train.updates'},

@@ -440,6 +440,16 @@ class MakeVariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "attention='cudnn' needs heads of at most 128 channels"):
       learner._with_attention(config, gpu('8.0'), (narrow, wide))
 
+  def test_micro_batch_follows_the_devices(self):
+    mesh = sharding.make_mesh(2, 2, 2)
+    config = schema.Config()
+    self.assertEqual(learner.with_micro_batch(config, mesh).train.micro_batch, 4)
+    config.train.micro_batch = 8
+    self.assertEqual(learner.with_micro_batch(config, mesh).train.micro_batch, 8)
+    config.train.micro_batch, config.train.mini_batch = 0, 6
+    with self.assertRaisesRegex(UserError, 'train.mini_batch=6 rows.*a multiple of 4'):
+      learner.with_micro_batch(config, mesh)
+
   def test_capped_logits_are_refused_before_weights(self):
     capped = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], logit_softcap=30.0)
     with self.assertRaisesRegex(UserError, 'mean log-prob over the vocabulary.*caps its logits'):

@@ -145,7 +145,7 @@ def make(
   validation.check_one_policy(config)
   found, chip = devices or topologies.devices_of(topology)
   mesh = sharding.mesh_of(config.mesh, found)
-  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  config = learner_lib.with_micro_batch(config, mesh)
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = topology.partition(':')[0] in topologies.GPUS
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
@@ -172,7 +172,7 @@ def make(
   state = jax.eval_shape(create, models.actor, models.critic)
   state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh)
+  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh, memory=chip.memory)
   evaluated = sampler.greedy(config.eval.rows).num_groups  # before and after a run at least
   sampler.num_groups = max(sampler.num_groups, evaluated)  # each has a cache
   attention = spec.actor.attention

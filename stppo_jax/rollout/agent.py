@@ -140,8 +140,11 @@ def make_sampler(
     mesh: jax.sharding.Mesh | None = None,
     rows_per_episode: int = 1,
     num_policies: int = 1,
+    memory: int = 0,
 ) -> sampler_lib.Sampler:
   """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
+
+  `memory` is the number of bytes that a device may use. 0: that of the device here.
 
   Several policies have separate groups, each the same number. Rows that are not split over devices
   can be moved, so that only rows with tokens to prefill are computed. On a CPU their keys are
@@ -155,7 +158,16 @@ def make_sampler(
   buckets = rollout.slot_buckets or sampling.default_slot_buckets(
       rollout.max_total, device.platform
   )
-  num_rows = rows_per_episode * (rollout.rows or config.train.episodes)
+  num_episodes = rollout.rows
+  if not num_episodes:
+    caches = (memory or sharding.memory_of(jax.local_devices()[0])) // 4
+    caches *= 1 if mesh is None else mesh.size
+    num_episodes = config.train.episodes
+    bytes_of_one = rows_per_episode * _row_bytes(model, rollout.max_total)
+    while num_episodes > 1 and num_episodes * bytes_of_one > caches:
+      num_episodes = -(-num_episodes // 2)
+    hosts.require_same('episodes in progress', num_episodes, 'set config.rollout.rows')
+  num_rows = rows_per_episode * num_episodes
   width = rollout.width
   if num_policies > 1:
     rows_per_policy = num_rows // num_policies
@@ -176,6 +188,12 @@ def make_sampler(
       rows,
       records_routes=rollout.routing_replay == 'sampling' and model.num_experts > 0,
   )
+
+
+def _row_bytes(model, num_tokens):
+  """Returns the bytes of the keys and values of a row."""
+  cache = jax.eval_shape(lambda: decoder.init_cache(model, 1, num_tokens))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
 
 
 def check_caches(sampler: sampler_lib.Sampler) -> None:

@@ -309,7 +309,7 @@ def _check_sizes(config: Config) -> None:
   rollout = config.rollout
   train = config.train
   for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
-    if getattr(train, large) % getattr(train, small):
+    if getattr(train, small) and getattr(train, large) % getattr(train, small):
       raise UserError(
           f'config.train.{small}={getattr(train, small)} does not divide config.train.{large}='
           f'{getattr(train, large)}: choose a divisor'

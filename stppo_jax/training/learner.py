@@ -277,7 +277,7 @@ def build(
   a `teacher.TeacherServer`, if there is one.
   """
   mesh = sharding.mesh_of(config.mesh)
-  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  config = with_micro_batch(config, mesh)
   offloaded = on_host(config, mesh)
 
   def place(memory_kind=None):
@@ -424,6 +424,16 @@ def _with_attention(config, mesh, models):
   }
   backend = chosen.pop() if len(chosen) == 1 else 'plain'
   return [model and dataclasses.replace(model, attention=backend) for model in models]
+
+
+def with_micro_batch(config: Config, mesh: jax.sharding.Mesh) -> Config:
+  """Returns the config with a micro-batch. UserError: the devices cannot share one or its step."""
+  train = config.train
+  if not train.micro_batch:
+    sharding.check_rows(mesh, mini_batch=train.mini_batch)
+    train = dataclasses.replace(train, micro_batch=sharding.num_row_shards(mesh))
+  sharding.check_rows(mesh, micro_batch=train.micro_batch)
+  return dataclasses.replace(config, train=train)
 
 
 def on_host(config: Config, mesh: jax.sharding.Mesh) -> list[str]:

@@ -416,7 +416,11 @@ def _predicted(mask):
 def _run(config, workdir, pools, stop_signal):
   """Trains on the pools; returns the folder of the model."""
   mesh = sharding.mesh_of(config.mesh)
-  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  train = config.train
+  if not train.micro_batch:
+    train = dataclasses.replace(train, micro_batch=sharding.num_row_shards(mesh))
+    config = dataclasses.replace(config, train=train)
+  sharding.check_rows(mesh, micro_batch=train.micro_batch)
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
   batch = min(config.sft.batch, len(pools.train))
   num_steps = math.ceil(config.sft.epochs * len(pools.train) / batch)
