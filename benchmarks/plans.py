@@ -144,7 +144,7 @@ def asked(program: CompiledProgram, plan: Plan) -> str:
   wanted = (
       plan.topology,
       plan.attention,
-      sorted(plan.mesh.shape.items()),
+      sorted((axis, plan.mesh.shape[axis]) for axis in ('data', 'fsdp', 'tensor')),
       sorted(plan.num_params.items()),
       sorted(plan.held.items()),
       plan.tpu_limit_mib,
