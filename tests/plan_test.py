@@ -71,7 +71,35 @@ ENTRY %main (a: f32[2,4]) -> f32[2,4] {
 """  # noqa: E501
 
 
+# An all-gather that begins before a loop of seven and goes on in its iterations.
+HLO_OVERLAPPED = """
+HloModule made_by_hand
+
+%start (p: f32[2,4]) -> f32[8,4] {
+  %all-gather.1 = f32[8,4]{1,0} all-gather(%p), channel_id=5, dimensions={0}
+}
+
+%step (p: f32[2,4]) -> f32[8,4] {
+  %all-gather.2 = f32[8,4]{1,0} all-gather(%p), channel_id=5, dimensions={0}
+}
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %fusion.2 = f32[8,4]{1,0} fusion(%p), kind=kCustom, calls=%step
+  %all-reduce.3 = f32[4]{0} all-reduce(%q), channel_id=6, to_apply=%add
+}
+
+ENTRY %main (a: f32[2,4]) -> f32[8,4] {
+  %fusion.1 = f32[8,4]{1,0} fusion(%a), kind=kCustom, calls=%start
+  ROOT %while.1 = (s32[], f32[8,4]) while(%t), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""  # noqa: E501
+
+
 class CountsTest(absltest.TestCase):
+
+  def test_collective_overlapped_with_a_loop_counts_once(self):
+    found = {c.kind: (c.count, c.bytes) for c in hlo.collectives(HLO_OVERLAPPED)}
+    self.assertEqual(found, {'all-gather': (1, 8 * 4 * 4), 'all-reduce': (7, 7 * 4 * 4)})
 
   def test_collectives_of_a_text(self):
     found = {c.kind: (c.count, c.bytes) for c in hlo.collectives(HLO)}

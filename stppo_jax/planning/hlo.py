@@ -70,10 +70,11 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
         trips = 1
         if opcode == 'while':
           trips = _trips(line, computations, open_trips)
-        # TPU programs split one collective into many fusions that share its channel.
+        # TPU programs split one collective into many fusions that share its channel. One that has
+        # begun before a loop goes on in the loop's iterations.
         shares_channels = opcode in ('fusion', 'async-start')
         for inner in _called(line):
-          walk(inner, times * trips, channels if shares_channels else set())
+          walk(inner, times * trips, channels if shares_channels else set(channels))
 
   walk(entry, 1, set())
   totals = [Collective(kind, count[kind], int(size[kind])) for kind in count]
