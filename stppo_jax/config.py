@@ -234,6 +234,9 @@ class RolloutSettings(Section):
   engine_devices: int = setting(
       1, 'number of devices of each engine. Only --mode=plan uses it', at_least=1,
       resume_safe=True)
+  engine_shares_devices: bool = setting(
+      False, 'whether the engines have the devices of the trainer: they sleep while it trains, and '
+      "its parameters and moments are in the host's memory while they sample", resume_safe=True)
   engine_push: str = setting(
       'turn', "when an engine loads new weights: 'turn' waits for the turns in progress, and their "
       "episodes continue with the new weights. 'batch' waits for the end of the batch, so one "
@@ -478,7 +481,9 @@ class EvalSettings(Section):
       50, 'updates between evaluations; 0: only before and after training', at_least=0,
       resume_safe=True)
   episodes: int = setting(0, 'number of questions; 0: the whole split', at_least=0)
-  rows: int = setting(128, 'questions in progress at once', at_least=1)
+  rows: int = setting(
+      128, 'questions in progress at once; fewer if keys and values would take more than a quarter '
+      'of the memory', at_least=1)
   checkpoint: str = setting(
       'newest', "checkpoint for --mode=eval, export, ..; 'best': the highest held-out score among "
       'those saved right after an evaluation (train.checkpoint_every should divide `every`)',

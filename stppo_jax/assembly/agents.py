@@ -36,7 +36,10 @@ def make_agent(
   sampler = agent_lib.make_sampler(
       config, model, stop_table, tokenizer.eos_ids, mesh, env.rows_per_episode, num_policies
   )
-  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * env.rows_per_episode
+  eval_rows = agent_lib.fitting_episodes(
+      config.eval.rows, config, model, mesh, env.rows_per_episode
+  )
+  eval_rows = sampling.round_up(eval_rows, sampler.width) * env.rows_per_episode
   agent = agent_lib.Agent(
       config=config,
       tokenizer=tokenizer,

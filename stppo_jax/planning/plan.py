@@ -83,8 +83,10 @@ class Plan:
 
   @property
   def engine_devices(self) -> int:
-    """Devices of the engines in other processes that sample."""
+    """Devices of the engines in other processes that sample, besides those of the trainer."""
     rollout = self.config.rollout
+    if rollout.engine_shares_devices:
+      return 0
     num_engines = len(rollout.engine.split(',')) if rollout.engine else 0
     return num_engines * rollout.engine_devices
 
@@ -173,7 +175,8 @@ def make(
   state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
   sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh, memory=chip.memory)
-  evaluated = sampler.greedy(config.eval.rows).num_groups  # before and after a run at least
+  eval_rows = agent_lib.fitting_episodes(config.eval.rows, config, model, mesh, memory=chip.memory)
+  evaluated = sampler.greedy(eval_rows).num_groups  # before and after a run at least
   sampler.num_groups = max(sampler.num_groups, evaluated)  # each has a cache
   attention = spec.actor.attention
   if absent_gpu:

@@ -160,12 +160,9 @@ def make_sampler(
   )
   num_episodes = rollout.rows
   if not num_episodes:
-    caches = (memory or sharding.memory_of(jax.local_devices()[0])) // 4
-    caches *= 1 if mesh is None else mesh.size
-    num_episodes = config.train.episodes
-    bytes_of_one = rows_per_episode * _row_bytes(model, rollout.max_total)
-    while num_episodes > 1 and num_episodes * bytes_of_one > caches:
-      num_episodes = -(-num_episodes // 2)
+    num_episodes = fitting_episodes(
+        config.train.episodes, config, model, mesh, rows_per_episode, memory
+    )
     hosts.require_same('episodes in progress', num_episodes, 'set config.rollout.rows')
   num_rows = rows_per_episode * num_episodes
   width = rollout.width
@@ -190,10 +187,26 @@ def make_sampler(
   )
 
 
-def _row_bytes(model, num_tokens):
-  """Returns the bytes of the keys and values of a row."""
-  cache = jax.eval_shape(lambda: decoder.init_cache(model, 1, num_tokens))
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
+def fitting_episodes(
+    wanted: int,
+    config: Config,
+    model: decoder.ModelConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    rows_per_episode: int = 1,
+    memory: int = 0,
+) -> int:
+  """Returns how many of `wanted` episodes are played at once: all, a half, a quarter, ..
+
+  It is the first number whose keys and values take at most a quarter of the memory of the devices.
+  `memory` is as in `make_sampler`.
+  """
+  cache = jax.eval_shape(lambda: decoder.init_cache(model, 1, config.rollout.max_total))
+  row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
+  num_devices = 1 if mesh is None else mesh.size
+  available = num_devices * (memory or sharding.memory_of(jax.local_devices()[0])) // 4
+  while wanted > 1 and wanted * rows_per_episode * row_bytes > available:
+    wanted = -(-wanted // 2)
+  return wanted
 
 
 def check_caches(sampler: sampler_lib.Sampler) -> None:
