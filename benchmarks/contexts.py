@@ -67,6 +67,13 @@ def plan(topology: str, context: int) -> dict[str, object]:
   }
 
 
+def fit(records: list[dict]) -> tuple[float, float]:
+  """Returns the line through the temporaries: bytes per token of a device, and bytes of the rest."""
+  tokens = [r['tokens_per_device'] for r in records]
+  slope, rest = np.polyfit(tokens, [r['temporaries'] for r in records], 1)
+  return float(slope), float(rest)
+
+
 def table(records: list[dict]) -> str:
   """Returns the table of records."""
   lines = [
@@ -85,7 +92,7 @@ def table(records: list[dict]) -> str:
     own = [r for r in records if r['topology'] == topology]
     tokens = [r['tokens_per_device'] for r in own]
     if len(set(tokens)) > 1:
-      slope, rest = np.polyfit(tokens, [r['temporaries'] for r in own], 1)
+      slope, rest = fit(own)
       lines.append(f'{topology}: {rest / GIB:.2f} GiB and {slope / 2**20:.3f} MiB per token')
   return '\n'.join(lines)
 

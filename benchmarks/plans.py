@@ -71,6 +71,7 @@ ROWS = (
     Row('st_ppo_7b', 'h100:1x1x8', ('train.micro_batch=8',)),
     Row('grpo_7b', 'v5e:8x8'),
     Row('grpo_7b', 'h100:1x1x8', ('train.micro_batch=8',)),
+    Row('st_ppo_qwen3_8b', 'h100:1x1x8'),
 )
 
 

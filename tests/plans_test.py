@@ -1,18 +1,37 @@
 """The table of plans in docs/scaling.md is the one that today's planner prints."""
 
 import dataclasses
+import json
+import pathlib
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import pytest
 
+from benchmarks import contexts
 from benchmarks import plans
 from stppo_jax.planning import plan as plan_lib
 from stppo_jax.types import UserError
 
 RECORDS = plans.read()
 ROWS = [row for row in plans.ROWS if row.name in RECORDS]
+
+
+class ContextsTest(absltest.TestCase):
+
+  def test_page_has_the_plans_of_long_rows(self):
+    lines = pathlib.Path(contexts.ROOT, 'benchmarks', 'contexts.jsonl').read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    page = plans.PAGE.read_text(encoding='utf-8')
+    for line in contexts.table(records).splitlines():
+      if line.startswith('|'):
+        self.assertIn(line + '\n', page)
+    by_context = {record['context']: record for record in records if 'h100' in record['topology']}
+    _, rest = contexts.fit(list(by_context.values()))
+    activations = {n: record['temporaries'] - rest for n, record in by_context.items()}
+    self.assertGreater(activations[1] / activations[4], 3)
+    self.assertTrue(by_context[8]['fits'])
 
 
 class TableTest(parameterized.TestCase):
