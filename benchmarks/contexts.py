@@ -68,7 +68,7 @@ def plan(topology: str, context: int) -> dict[str, object]:
 
 
 def fit(records: list[dict]) -> tuple[float, float]:
-  """Returns the line through the temporaries: bytes per token of a device, and bytes of the rest."""
+  """Returns the line through the temporaries: bytes per token of a device, and the rest."""
   tokens = [r['tokens_per_device'] for r in records]
   slope, rest = np.polyfit(tokens, [r['temporaries'] for r in records], 1)
   return float(slope), float(rest)
