@@ -336,6 +336,15 @@ class TwoProcessesTest(absltest.TestCase):
       self.wait_until(lambda: 'resumed after' in self.said(two[0]), two)
 
   @pytest.mark.slow
+  def test_processes_that_share_rows_train_as_one(self):
+    flags = ('--config.train.updates=2', '--config.mesh.context=2')
+    one = self.start('one_shared', 2, *flags)
+    two = self.start_two(*flags, workdir='two_shared')
+    processes = [one, *two]
+    self.assertEqual([process.wait(600) for process in processes], [0] * 3, self.said(two[0]))
+    self.assert_equal_runs('one_shared', 'two_shared')
+
+  @pytest.mark.slow
   def test_story(self):
     one = self.start('one', 2, '--config.train.updates=2')
     self.assertEqual(one.wait(600), 0, self.said(one))
