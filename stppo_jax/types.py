@@ -444,12 +444,13 @@ class Episode:
       raise ValueError(f'turn {turn_ids.max()} of {len(actions)}')
     routes = record.get('routes', [None] * len(actions))
     versions = record.get('versions', [None] * len(actions))
+    numbers, firsts, lengths = np.unique(turn_ids, return_index=True, return_counts=True)
+    spans = dict(zip(numbers.tolist(), zip(firsts.tolist(), lengths.tolist())))
     turns: list[Turn] = []
     end = len(tokens)
     for k in range(len(actions), 0, -1):
-      columns = np.flatnonzero(turn_ids == k)
-      start = int(columns[0]) if len(columns) else end
-      stop = start + len(columns)
+      start, length = spans.get(k, (end, 0))
+      stop = start + length
       turn = Turn(
           tokens=tokens[start:stop],
           logp=logp[start:stop],

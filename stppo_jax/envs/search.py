@@ -92,7 +92,7 @@ class SearchEnv:
     self._is_over = False
     self._turns = 0
     self._searches = 0
-    self._transcript = ''
+    self._texts: list[str] = []  # of the transcript
     return prompt_text(self.task, self.prompt, self._instructions), {}
 
   def query(self, action: str) -> str | None:
@@ -112,7 +112,7 @@ class SearchEnv:
     query = self.query(action)
     self._turns += 1
     self._searches += kind == 'search'
-    self._transcript += action
+    self._texts.append(action)
     metrics = dict.fromkeys(rewards.SCORES, 0.0) | {'searches': float(self._searches)}
     info: protocol.StepInfo = {
         'action': kind,
@@ -125,7 +125,8 @@ class SearchEnv:
     if kind == 'answer':
       self._is_over = True
       metrics |= rewards.scores(self.task, content)
-      reward = rewards.score_answer(self.reward, self.task, content, self._transcript)
+      transcript = ''.join(self._texts)
+      reward = rewards.score_answer(self.reward, self.task, content, transcript)
       metrics |= reward.metrics
       return '', float(reward), True, False, info
     if self._turns > self.max_searches:
@@ -139,7 +140,7 @@ class SearchEnv:
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
       observation = types.without_surrogates(observation_text(passages or (), self.prompt))
-    self._transcript += observation
+    self._texts.append(observation)
     return observation, 0.0, False, False, info
 
 

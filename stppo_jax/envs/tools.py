@@ -196,7 +196,7 @@ class ToolEnv:
     """Returns the question, with the tools for the chat template and as a text."""
     del seed
     self._turns = 0
-    self._transcript = ''
+    self._texts: list[str] = []  # of the transcript
     self._counts = dict.fromkeys(_COUNTS, 0)
     info: protocol.ResetInfo = {
         'tools': _schemas(self._tools.values()) if self.template_shows_tools else [],
@@ -218,9 +218,10 @@ class ToolEnv:
     content, calls = self._form.parse(action)
     answer = None if calls else rewards.extract_answer(content)
     self._turns += 1
-    self._transcript += action
+    self._texts.append(action)
     if answer is not None:
-      reward = rewards.score_answer(self.reward, self.task, answer, self._transcript)
+      transcript = ''.join(self._texts)
+      reward = rewards.score_answer(self.reward, self.task, answer, transcript)
       scores = rewards.scores(self.task, answer) | reward.metrics
       return '', float(reward), True, False, self._info('answer', scores)
     if self._turns > self.max_turns:
@@ -291,7 +292,7 @@ class ToolEnv:
     text = types.without_surrogates(text)
     if self.frame == 'inline':
       text = f'\n<information>{search.neutralize(text)}</information>\n'
-    self._transcript += text
+    self._texts.append(text)
     return text
 
   def _info(self, action, scores=None) -> protocol.StepInfo:

@@ -220,6 +220,7 @@ class EpisodeState:
     self._stop_strings = env.stop_strings
     self._budget = 0  # most tokens of the turn that follows
     self._num_cut: collections.Counter[str] = collections.Counter()  # turns by role
+    self._lengths: dict[str, int] = {}  # tokens of a role's context before its next turn
     self._roles = env.roles or ('',)
     self._number = number
     # The samples of a question are compared per role: each role of a group has its own group.
@@ -309,18 +310,19 @@ class EpisodeState:
       episode.prompt = np.array(ids[:longest], np.int32)
       episode.failed = not fits
       episode.counts['prompt_too_long'] = float(not fits)
-      return self._prompt(ids, len(ids)) if fits else None
+      return self._prompt(episode, ids, len(ids)) if fits else None
     text = protocol.full_text(observation, info)
     turn = episode.turns[-1]
     ids = self._framing.encode(text, turn.tokens)
-    length = len(episode.prompt) + episode.response_length + len(ids)
+    length = self._lengths[episode.role] + len(turn.tokens) + len(ids)
     if length + _least_turn(limits) > limits.max_total_tokens:
       return None
     turn.observation = np.array(ids, np.int32)
-    return self._prompt(ids, length)
+    return self._prompt(episode, ids, length)
 
-  def _prompt(self, ids, length):
+  def _prompt(self, episode, ids, length):
     """Returns `ids` to prefill, with the next turn's budget in a context of `length` with them."""
+    self._lengths[episode.role] = length
     limits = self._limits
     room = limits.max_total_tokens - length
     budget = min(limits.max_turn_tokens, room)

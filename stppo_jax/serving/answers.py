@@ -219,7 +219,7 @@ class Answer:
     action = 'other'
     text = choice.text
     through_stop = text.through_stop or text.full
-    forms = [_message(text.shown), _message(through_stop), _message(text.full)]
+    forms = list(map(_message, dict.fromkeys((text.shown, through_stop, text.full))))
     if chunk.finish == 'stop':
       chunk.stop = choice.text.stop
     if self.form is not None:

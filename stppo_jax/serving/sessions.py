@@ -18,6 +18,7 @@ segments are then the nodes of a tree, in which every parent is older than its c
   the first segment of an agent                comes after its parent's last turn  (`parent`)
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from stppo_jax.text import turns as turns_lib
 
 Message = template_lib.Message
 _PLAIN = 'no chat'  # replaces the tools of a segment whose prompt is not a chat
+_CUT = '\ufffd'  # replaces the character within which a text ends
 COUNTS = (
     'conversations',
     'branched',
@@ -105,6 +107,14 @@ class Prefix(NamedTuple):
   rest: str = ''  # text after the last of the turns, in the same message
 
 
+class PlainTurn(NamedTuple):
+  """A turn as a client without messages reads it."""
+
+  text: str  # what the client has sent since the turn before, and what it got of this one
+  size: int  # characters of the segment's text up to its end
+  tail: str  # text of its tokens after it, such as the end of a token in which a stop string ended
+
+
 @dataclasses.dataclass
 class Segment:
   """A row of training data, and the messages that it stands for."""
@@ -117,9 +127,7 @@ class Segment:
   messages: list[turns_lib.ReadMessage | RecordedTurn] = dataclasses.field(default_factory=list)
   # Per turn: the number of messages and the number of ids at its end.
   ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-  # Without messages, per turn: the text that a client has sent and got, and the text of the turn's
-  # tokens after it, such as the end of a token in which a stop string ended.
-  texts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+  texts: list[PlainTurn] = dataclasses.field(default_factory=list)  # without messages
   first_prompt: str | Sequence[int] = ''  # without messages
   branched_from: tuple[int, int] | None = None  # (number of a segment, turns of it)
   agent: str = ''  # name of the agent that plays it
@@ -163,11 +171,21 @@ class Segment:
 
   def prefix_of_prompt(self, prompt: str | Sequence[int]) -> Prefix:
     """Returns the turns of this segment with which a prompt without messages begins."""
+    num_turns = 0
+    size = 0
     if isinstance(prompt, str):
-      sizes = [len(text) for text, _ in self.texts if prompt.startswith(text)]
+      for turn in self.texts:
+        if not prompt.startswith(turn.text, size):
+          break
+        num_turns += 1
+        size = turn.size
     else:
-      sizes = [end for _, end in self.ends if prompt[:end] == self.ids[:end]]
-    return Prefix(len(sizes), size=max(sizes, default=0))
+      for _, end in self.ends:
+        if prompt[size:end] != self.ids[size:end]:
+          break
+        num_turns += 1
+        size = end
+    return Prefix(num_turns, size=size)
 
 
 def _origin(segment: Segment | None, prefix: Prefix) -> tuple[int, int] | None:
@@ -182,28 +200,29 @@ def _prefix(
     keeps_thoughts: bool,
 ) -> Prefix:
   """Returns the known turns with which a conversation begins."""
-  prefix = Prefix()
+  num_turns = 0
+  num_messages = 0
+  size = 0
+  lacks_thoughts = []
+  rest = ''
   for message, known in zip(messages, known_messages):
     if isinstance(known, RecordedTurn):
       found = turns_lib.match(known.forms, message)
       if found is None or (found.lacks_thoughts and not keeps_thoughts):
         break
-      changed = [known] if found.lacks_thoughts else []
-      is_own = prefix.num_messages >= num_prompt_messages
-      prefix = Prefix(
-          prefix.num_turns + is_own,
-          prefix.num_messages + 1,
-          prefix.num_messages + 1,
-          [*prefix.lacks_thoughts, *changed],
-          found.rest,
-      )
-      if found.rest != known.rest:
+      num_turns += num_messages >= num_prompt_messages
+      num_messages += 1
+      size = num_messages
+      rest = found.rest
+      if found.lacks_thoughts:
+        lacks_thoughts.append(known)
+      if rest != known.rest:
         break
     elif known.identity == message.identity:
-      prefix = prefix._replace(num_messages=prefix.num_messages + 1)
+      num_messages += 1
     else:
       break
-  return prefix
+  return Prefix(num_turns, num_messages, size, lacks_thoughts, rest)
 
 
 @dataclasses.dataclass
@@ -225,6 +244,7 @@ class _UnfinishedTurn:
   plan: RequestPlan
   tokens: list[int]
   logp: list[float]
+  text: str
 
   def end_in_chat(
       self,
@@ -234,11 +254,12 @@ class _UnfinishedTurn:
   ) -> int:
     """Returns how many of the tokens are the next message of a conversation; 0: it has another."""
     place = len(self.plan.messages)
-    prefix = _prefix(messages, self.plan.messages, 0, keeps_thoughts)
-    if prefix.num_messages < place or place == len(messages):
+    if place >= len(messages):
       return 0
     message = messages[place]
-    if message.role != 'assistant' or message.calls:
+    if message.role != 'assistant' or message.calls or not self._may_begin(message.content):
+      return 0
+    if _prefix(messages, self.plan.messages, 0, keeps_thoughts).num_messages < place:
       return 0
     texts = [decode(self.tokens[:end]) for end in range(1, len(self.tokens) + 1)]
     if message.content in texts:
@@ -247,6 +268,12 @@ class _UnfinishedTurn:
     ends = [end for end, text in enumerate(texts, start=1) if text.split() == words]
     return min(ends, default=0)
 
+  def _may_begin(self, content: str) -> bool:
+    """Whether a text can be its beginning, but for white space. Most other texts are not."""
+    whole = ''.join(self.text.split())
+    beginning = ''.join(content.split())
+    return whole.startswith(beginning.rstrip(_CUT))
+
   def end_in_prompt(
       self, prompt: str | Sequence[int], decode: Callable[[Sequence[int]], str]
   ) -> int:
@@ -254,13 +281,17 @@ class _UnfinishedTurn:
     first = self.plan.prompt
     if type(first) is not type(prompt) or prompt[: len(first)] != first:
       return 0
-    new = prompt[len(first) :]
-    ends = range(1, len(self.tokens) + 1)
-    if isinstance(new, str):
-      kept = [end for end in ends if new.startswith(decode(self.tokens[:end]))]
-    else:
-      kept = [end for end in ends if new[:end] == self.tokens[:end]]
-    return max(kept, default=0)
+    if not isinstance(prompt, str):
+      new = list(prompt[len(first) : len(first) + len(self.tokens)])
+      return len(os.path.commonprefix([new, self.tokens]))
+    kept = 0
+    for end in range(1, len(self.tokens) + 1):
+      text = decode(self.tokens[:end])
+      if prompt.startswith(text, len(first)):
+        kept = end
+      elif not prompt.startswith(text.rstrip(_CUT), len(first)):
+        break
+    return kept
 
 
 class Session:
@@ -285,9 +316,12 @@ class Session:
     self._index: turns_lib.TurnIndex[Segment] = turns_lib.TurnIndex()
     self._last_segments: dict[str, Segment] = {}  # name of an agent -> the one with its last turn
     self._parents: dict[str, str] = {}  # name of an agent -> that of the agent that started it
-    self._unfinished: list[_UnfinishedTurn] = []
-    self._last_text = ''  # text of the last turn, recorded or not
-    self._transcript = ''  # up to the last turn
+    # A request is compared with each of them, and there is no room for more rows.
+    self._unfinished: collections.deque[_UnfinishedTurn] = collections.deque(
+        maxlen=recording.max_rows
+    )
+    self._last_plan: RequestPlan | None = None  # of the last turn, recorded or not
+    self._last_text = ''  # text of that turn
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
@@ -310,7 +344,9 @@ class Session:
   @property
   def transcript(self) -> str:
     """The text of the last turn's row after its prompt: turns, and what the client put between."""
-    return self._transcript
+    with self._lock:
+      before = '' if self._last_plan is None else self._text_before(self._last_plan)
+      return before + self._last_text
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
@@ -388,7 +424,8 @@ class Session:
     with self._open():
       kind = ''
       if best is None or not best.is_free_after(prefix.num_turns, agent):
-        kind = self._kind_of_chat(read, written, best, prefix)
+        if self._has_room:
+          kind = self._kind_of_chat(read, written, best, prefix)
         origin = _origin(best, prefix)
         best = self._begin(Segment(ids, written, branched_from=origin), agent)
       return self._claim(ids, best, kind, known)
@@ -411,8 +448,8 @@ class Session:
         ids = best.ids[: best.ends[prefix.num_turns - 1][1]]
         new = prompt[len(ids) :]
         if isinstance(prompt, str):
-          text, tail = best.texts[prefix.num_turns - 1]
-          rest = prompt[len(text) :]
+          rest = prompt[prefix.size :]
+          tail = best.texts[prefix.num_turns - 1].tail
           is_written = len(os.path.commonprefix([rest, tail]))  # by the client, too
           new = rest[is_written:]
     with self._encoding():
@@ -608,7 +645,8 @@ class Session:
         self.counts[plan.kind] -= 1
       if not tokens or self._closed:
         return
-      self._unfinished.append(_UnfinishedTurn(plan, list(tokens), list(logp)))
+      text = self._template.tokenizer.decode(tokens)
+      self._unfinished.append(_UnfinishedTurn(plan, list(tokens), list(logp), text))
       self.counts['unrecorded'] += 1
       self._show(plan, tokens)
     logging.log_first_n(
@@ -694,6 +732,8 @@ class Session:
       self.counts['unrecorded'] += 1
       return None
     new = plan.ids[len(segment.ids) :]
+    if segment.tools == _PLAIN:
+      segment.texts.append(self._plain_turn(plan, new, tokens, text))
     if segment.turns:
       segment.turns[-1].observation = np.array(new, np.int32)
     else:
@@ -706,20 +746,18 @@ class Session:
     self._index.add(forms, segment)
     segment.messages = [*plan.messages, RecordedTurn(forms, self._last_text)]
     segment.ends.append((len(segment.messages), len(segment.ids)))
-    if segment.tools == _PLAIN:
-      segment.texts.append(self._text_after(plan.prompt, tokens, text))
     self._turns.append(turn)
     segment.num_cut += was_cut
     segment.ends_cut = was_cut
     return len(self._turns)
 
   def _show(self, plan: RequestPlan, tokens: tokenizer_lib.Ids) -> None:
-    """Sets the texts of the last turn, which a reward reads."""
+    """Keeps the last turn, which a reward reads."""
     tokenizer = self._template.tokenizer
     self._last_text = tokenizer.opening(plan.ids)
     if len(tokens):
       self._last_text += episode_lib.action_text(tokenizer, np.asarray(tokens))
-    self._transcript = self._text_before(plan) + self._last_text
+    self._last_plan = plan
 
   def _text_before(self, plan: RequestPlan) -> str:
     """Returns the text between a conversation's prompt and its next turn."""
@@ -735,16 +773,25 @@ class Session:
         texts.append(message.content)
     return ''.join(texts)
 
-  def _text_after(
-      self, prompt: str | Sequence[int], tokens: Sequence[int], text: str | None
-  ) -> tuple[str, str]:
-    """Returns the text with which a client continues a prompt, and what the turn has after it."""
+  def _plain_turn(
+      self, plan: RequestPlan, new: list[int], tokens: Sequence[int], text: str | None
+  ) -> PlainTurn:
+    """Returns the text with which a client continues a turn after the `new` ids of its prompt."""
+    assert plan.segment is not None
+    before = PlainTurn('', 0, '')
+    if plan.segment.texts:
+      before = plan.segment.texts[-1]
     decode = self._template.tokenizer.decode
-    before = prompt if isinstance(prompt, str) else self._template.shown(prompt)
+    if isinstance(plan.prompt, str):
+      sent = plan.prompt[before.size :]
+    elif plan.segment.texts:
+      sent = before.tail + decode(new)
+    else:
+      sent = self._template.shown(new)
     whole = decode(tokens)
     if not text or not whole.startswith(text):  # no text: every prompt would continue it
       text = whole
-    return before + text, whole[len(text) :]
+    return PlainTurn(sent + text, before.size + len(sent) + len(text), whole[len(text) :])
 
   def reward(
       self,

@@ -23,7 +23,7 @@ _TAGS = re.compile('(<think(?: [^<>]*)?>|</think>)')  # inspect-ai adds attribut
 _CALL = re.compile('<tool_call>(.*?)</tool_call>', re.DOTALL)
 _WORD = re.compile(r'\S+')
 _SHOWN_CHARS = 80  # length of a difference
-_HEAD_CHARS = 16
+_HEAD_CHARS = 64  # turns often begin with the same words
 Owner = TypeVar('Owner')
 
 
@@ -65,6 +65,11 @@ class ReadMessage:
     return self._parts[1]
 
   @functools.cached_property
+  def trimmed(self) -> str:
+    """The text without white space around it."""
+    return self.text.strip()
+
+  @functools.cached_property
   def words(self) -> list[str]:
     """The text without white space."""
     return self.text.split()
@@ -100,7 +105,9 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
     return None
   if form.calls and not are_written and not message.words:  # only the calls came back
     return Match('', lacks_thoughts)
-  rest = _rest(form.words, message.text)
+  rest = ''
+  if form.trimmed != message.trimmed:
+    rest = _rest(form.words, message.text)
   if rest is None:
     is_respelled = '<tool_call>' in message.text and _spelled(form) == _spelled(message)
     return Match('', lacks_thoughts) if is_respelled else None
@@ -143,9 +150,8 @@ class TurnIndex(Generic[Owner]):
 
 
 def _head(message: ReadMessage) -> str:
-  """Returns the first characters of a text, without white space and what is in a call."""
-  before, tag, _ = message.text.partition('<tool_call>')
-  return ''.join((before + tag).split())[:_HEAD_CHARS]
+  """Returns the first characters of a text without white space. Calls are spelled in one way."""
+  return ''.join(_spelled(message))[:_HEAD_CHARS]
 
 
 def _unique(thoughts: Sequence[str]) -> list[str]:
