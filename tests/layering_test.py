@@ -5,6 +5,7 @@ import collections
 import functools
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 import tokenize
@@ -284,6 +285,13 @@ class LayeringTest(absltest.TestCase):
           self.assertIn(
               imported if imported in ORDER else parts[0], allowed, f'{name} imports {module}'
           )
+
+  def test_every_room_lists_its_files(self):
+    for room in sorted(PACKAGE.rglob('__init__.py')):
+      listed = ast.get_docstring(ast.parse(room.read_text(encoding='utf-8'))) or ''
+      files = {path.name for path in room.parent.glob('*.py')} - {'__init__.py', 'run.py'}
+      names = set(re.findall(r'\w+\.py\b', listed)) - {'run.py'}  # that of the repository
+      self.assertEqual(names, files, room)
 
   def test_no_imports_run_in_circles(self):
     """Imports inside functions, behind TYPE_CHECKING and by a name in a string count, too."""

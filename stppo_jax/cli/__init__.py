@@ -1,4 +1,19 @@
-"""The command: `main` is what run.py and the installed `stppo` call."""
+"""The command: `main` is what run.py and the installed `stppo` call.
+
+entry.py        reads the arguments (flags.py), starts JAX, runs a mode, reports errors in one line
+modes.py        the modes, which are in the files below
+training.py     trains; sft.py imitates conversations
+policies.py     plays with a checkpoint, or writes it; serving.py serves it
+planning.py     plans a run
+records.py      reads what runs have written, with compare.py; atif.py converts it
+check_data.py   shows how a file is read
+doctor.py       shows what this machine can do
+env_server.py   serves an environment
+texts.py        prints texts (help.py); new.py makes a first folder
+config_file.py  the config of a command; saved_config.py is that of a run's folder
+signals.py      what SIGTERM and Ctrl-C do
+doc_pages.py    the pages that explain an error
+"""
 
 import sys
 

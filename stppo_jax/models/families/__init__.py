@@ -1,7 +1,16 @@
 """Families of models: what their config.json means, as flags of ModelConfig, and the way back.
 
-Each file holds the families of one kind. It is imported when a folder names one of them. The values
-are those of the classes in transformers.
+A file is imported when a folder names one of its families. The values are those of the classes in
+transformers.
+
+family.py    what all families share; windowed.py is for those with windows in some layers
+qwen.py      Qwen2, Qwen2.5 and Qwen3
+qwen35.py    Qwen3.5
+experts.py   mixtures of experts of Qwen3
+llama.py     Llama and Mistral
+gemma.py     Gemma 2 and 3
+olmo.py      OLMo 2 and 3
+smollm.py    SmolLM3
 """
 
 import importlib
