@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import re
+import sys
 from typing import Protocol
 from typing import TypeVar
 
@@ -167,7 +168,10 @@ def memory_of(device: jax.Device) -> int:
   if device.platform == 'cpu':
     machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     return machine // jax.local_device_count()
-  return device.memory_stats()['bytes_limit']
+  stats = device.memory_stats()
+  if stats is None:  # with XLA_PYTHON_CLIENT_ALLOCATOR=platform JAX knows no limit
+    return sys.maxsize
+  return stats['bytes_limit']
 
 
 def check_host_memory(mesh: jax.sharding.Mesh) -> None:

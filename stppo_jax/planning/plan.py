@@ -83,7 +83,7 @@ class Plan:
 
   @property
   def engine_devices(self) -> int:
-    """Devices of the engines in other processes that sample, besides those of the trainer."""
+    """Devices of the engines in other processes that sample, other than those of the trainer."""
     rollout = self.config.rollout
     if rollout.engine_shares_devices:
       return 0

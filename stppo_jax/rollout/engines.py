@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
@@ -22,6 +23,7 @@ from stppo_jax.models import hf_export
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batches
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import directory
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import remote
@@ -29,6 +31,7 @@ from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences
 from stppo_jax.rollout import servers
+from stppo_jax.rollout import shared_devices
 from stppo_jax.stop_signal import StopSignal
 
 
@@ -44,7 +47,7 @@ class RemoteBatches(batches.Batches):
 
   def sample(self, params: object, number: int, staleness: int) -> batching.Sampled:
     """Plays the batch. Process 0 calls it, from any thread."""
-    with hosts.alone():
+    with hosts.alone(), self.agent.engines_awake():
       sampled = super().sample(params, number, staleness)
     sampled.measured['engine/push_s'] = self.agent.take_push_s()
     return sampled
@@ -70,7 +73,8 @@ class RemoteBatches(batches.Batches):
   ) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run, on process 0."""
     if hosts.num_processes() == 1:
-      return super().until_answered(play)
+      with self.agent.engines_awake():
+        return super().until_answered(play)
 
     def play_alone():
       with hosts.alone():
@@ -89,6 +93,7 @@ class RemoteAgent(agent_lib.Agent):
   """
 
   stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`
+  trainer: shared_devices.Trainer | None = None  # its devices are those of the engines
 
   @contextlib.contextmanager
   def opened(
@@ -107,8 +112,6 @@ class RemoteAgent(agent_lib.Agent):
     model = dataclasses.replace(self.model, head='tokens')
     has_adapters = self.config.model.lora_rank > 0
     kind = rollout.engine_kind
-    sends_adapters = has_adapters and kind == 'vllm'
-    make_api = servers.VllmAdapterApi if sends_adapters else servers.APIS[kind]
     root = rollout.engine_folder or os.path.join(workdir, 'weights')
     folders = remote.WeightFolders(
         hosts.by_writer(remote.folder_of_run, root, workdir),
@@ -117,7 +120,7 @@ class RemoteAgent(agent_lib.Agent):
         write=functools.partial(_write, model, kind, has_adapters),
     )
     rows = self.env.rows_per_episode * (rollout.rows or self.config.train.episodes)
-    api = make_api(tuple(self.tokenizer.eos_ids))
+    api = make_api(self.config, tuple(self.tokenizer.eos_ids))
     # Engines look for stop strings in thoughts, too. Without them, `make_turn` alone cuts the turn.
     stop_strings = () if self.env.skips_thoughts else self.env.stop_strings
     fleet = remote.Fleet(rollout, api, folders, self.stop_table, stop_strings, rows, stop_signal)
@@ -127,9 +130,17 @@ class RemoteAgent(agent_lib.Agent):
     self.greedy = remote.RemoteSampler(fleet, sampling.GREEDY)
     self._prompts = hosts.by_writer(self._probe_prompts, tasks)
     self._score = jax.jit(functools.partial(_score, self.model))
+    if self.trainer is not None:
+      self._sharing = shared_devices.Sharing(fleet, self.trainer)
     with fleet:
       self._check(params, at_start=True)
       yield
+
+  def engines_awake(self) -> contextlib.AbstractContextManager[None]:
+    """Context manager in which the engines may sample, see `shared_devices`."""
+    if self.trainer is None:
+      return contextlib.nullcontext()
+    return self._sharing.engines_awake()
 
   def gap(self, params: sequences.PolicyParams) -> float | None:
     """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
@@ -140,12 +151,17 @@ class RemoteAgent(agent_lib.Agent):
     return self._remote_sampler.fleet.take_push_s()
 
   def _check(self, params, at_start=False):
+    def score(tokens, temperature):
+      scored = params if self.trainer is None else self.trainer.policy()
+      return hosts.fetch(self._score(scored, tokens, temperature))
+
     return remote.check_agreement(
         self._remote_sampler,
         self._remote_sampler.copy(params),
         self._prompts,
-        lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
+        score,
         at_start,
+        self.engines_awake,
     )
 
   def _probe_prompts(self, tasks):
@@ -159,6 +175,28 @@ class RemoteAgent(agent_lib.Agent):
       ids = episode_lib.first_prompt(self.tokenizer, observation, info)
       prompts.append(ids[:longest])
     return prompts
+
+
+def make_api(config: Config, eos_ids: tuple[int, ...] = ()) -> servers.ServerApi:
+  """Returns the interface of the engines of a config."""
+  kind = config.rollout.engine_kind
+  if kind != 'vllm':
+    return servers.APIS[kind](eos_ids)
+  sends_adapters = config.model.lora_rank > 0
+  make = servers.VllmAdapterApi if sends_adapters else servers.VllmApi
+  return make(eos_ids, config.rollout.engine_shares_devices)
+
+
+def put_to_sleep(config: Config, stop_signal: StopSignal) -> None:
+  """Frees the devices of the engines before the trainer loads its weights.
+
+  Waits for engines that still load their model. Raises UserError for one that cannot sleep.
+  """
+  rollout = config.rollout
+  api = make_api(config)
+  for address in directory.addresses(rollout.engine):
+    engine = remote.RemoteEngine(address, api, rollout.engine_timeout_s, '', stop_signal)
+    engine.await_sleep_mode()
 
 
 def _score(model, params, tokens, temperature):

@@ -29,9 +29,11 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import threading
 import time
 from typing import Any
+import urllib.parse
 
 from absl import logging
 import jax
@@ -45,6 +47,7 @@ from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences
 from stppo_jax.rollout import servers
+from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 
 NUM_PROBES = 8  # turns of `check_agreement`
@@ -104,6 +107,7 @@ class RemoteEngine:
   ):
     self.address = address.strip().rstrip('/').removesuffix('/v1')
     self.answered_at = 0.0  # monotonic time of the newest turn, load or sign of being busy
+    self.is_asleep = False  # whether it must not be used, because the trainer uses its devices
     self.push_s = 0.0  # seconds of all pushes
     self._api = api
     self._run = run
@@ -146,6 +150,8 @@ class RemoteEngine:
     self._enter(passes_on)
     try:
       self._stop_signal.raise_if_set()
+      if self.is_asleep:
+        raise types.Stopped  # a turn of a batch that has ended with an error
       if time.monotonic() < self._retry_at or self._has_trial:
         raise self._failure.with_traceback(None)
       weights = wanted()
@@ -199,6 +205,67 @@ class RemoteEngine:
       with self._failures():
         self._push(weights)
 
+  def await_sleep_mode(self) -> None:
+    """Puts an engine to sleep that may still load its model. Raises a UserError if it cannot."""
+    deadline = time.monotonic() + _START_S
+    try:
+      while self._is_gone() and time.monotonic() < deadline:
+        self._stop_signal.raise_if_set()
+        time.sleep(_POLL_S)
+      if self._is_gone():
+        raise types.UserError(f'{self.address} does not answer: start it, or correct the address')
+      self.fall_asleep(checks_mode=True)
+    except types.RunError as error:
+      raise types.UserError(f'config.rollout.engine: {error}') from error
+
+  def fall_asleep(self, checks_mode: bool = False) -> None:
+    """Ends the engine's turns and frees its devices. An engine without a process needs nothing.
+
+    Waits for a push in progress. A stop of the run does not end it. Raises a RunError if the engine
+    may still have its memory.
+    """
+    self.is_asleep = True
+    send = functools.partial(self._send, _CONTROL_S, stop_signal=NEVER)
+    deadline = time.monotonic() + _CONTROL_S
+    with self._entrance:
+      self._version = _UNKNOWN
+      api = self._api
+      assert isinstance(api, servers.VllmApi)  # see settings.sections.engine
+      while True:
+        try:
+          if checks_mode:
+            api.check_sleep_mode(send)
+          api.sleep(send)
+          return
+        except http_client.Rejected as error:
+          text = ' '.join(error.text.split())[:300]
+          raise types.RunError(
+              f'{self.address} cannot sleep (status {error.status}: {text}): start vLLM with '
+              'VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, or set '
+              '--config.rollout.engine_shares_devices=false'
+          ) from error
+        except http_client.Temporary as error:
+          if self._is_gone():
+            logging.warning('%s is not put to sleep, because nothing listens there', self.address)
+            return
+          if time.monotonic() > deadline:
+            raise types.RunError(
+                f'{self.address} did not fall asleep within {_CONTROL_S:g} s ({error}), and the '
+                'update needs its memory: end it and start it again, and the same command resumes'
+            ) from error
+        time.sleep(_POLL_S)
+
+  def _is_gone(self):
+    """Whether no process listens at the address."""
+    place = urllib.parse.urlsplit(self.address)
+    try:
+      socket.create_connection((place.hostname, place.port or 80), _CONNECT_S).close()
+    except ConnectionRefusedError:
+      return True
+    except OSError:
+      return False
+    return False
+
   def await_push(self) -> None:
     """Waits for a push in progress. An interrupted push could leave the engine paused."""
     with self._entrance:
@@ -242,13 +309,13 @@ class RemoteEngine:
   def _label(self, weights):
     return f'{self._run}-{weights.version}'
 
-  def _send(self, total_s, path, body):
+  def _send(self, total_s, path, body, stop_signal=None):
     """Returns the JSON of an answer; {} for an empty answer and for a text.
 
     Raises Stopped if the run ends first, and Temporary after `total_s`, even if a part of the
     answer has arrived.
     """
-    answer = self._server.ask(path, body, self._stop_signal, total_s)
+    answer = self._server.ask(path, body, stop_signal or self._stop_signal, total_s)
     try:
       return json.loads(answer)
     except ValueError:
@@ -346,6 +413,12 @@ class WeightFolders:
       for old in expired:
         shutil.rmtree(old.folder, ignore_errors=True)
     return weights
+
+  def move(self, old: object, new: object) -> None:
+    """Notes that the parameters `old` are now those in the buffers of `new`."""
+    pairs = zip(jax.tree.leaves(old), self._leaves)
+    if all(leaf is newest for leaf, newest in pairs):
+      self._leaves = jax.tree.leaves(new)
 
   def remove(self) -> None:
     """Removes all versions, and the folder if it then is empty. Other files stay."""
@@ -454,6 +527,16 @@ class Fleet:
     finally:
       self._resolved_at = time.monotonic()
       self._resolution.release()
+
+  def wake(self) -> None:
+    """Allows turns. An engine that sleeps wakes when it gets the weights for its first one."""
+    for engine in self.engines:
+      engine.is_asleep = False
+
+  def sleep(self) -> None:
+    """Frees the devices of all engines. Raises a RunError if one may still have its memory."""
+    with futures.ThreadPoolExecutor(max(len(self.engines), 1)) as threads:
+      list(threads.map(RemoteEngine.fall_asleep, self.engines))
 
   def engine_at(self, address: str) -> RemoteEngine:
     """Returns the engine with an address, which may be gone."""
@@ -699,6 +782,7 @@ def check_agreement(
     prompts: Sequence[Sequence[int]],
     score: Callable[[np.ndarray, float], np.ndarray],
     at_start: bool = True,
+    engines_awake: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> float | None:
   """Compares each engine's log-probs of short turns with our own; returns the largest mean |dlogp|.
 
@@ -716,6 +800,7 @@ def check_agreement(
     prompts: token ids.
     score: (tokens [1,T], temperature) -> our log-probs [1,T].
     at_start: whether the run begins.
+    engines_awake: context manager in which the engines may sample. `score` is called after it.
   """
   max_gap = sampler.fleet.settings.engine_gap
   drawn_from = sampler.distribution
@@ -727,20 +812,23 @@ def check_agreement(
   gaps = []
   fleet = sampler.fleet
   limit_s = _START_S if at_start else _PROBE_S
-  addresses = hosts.by_writer(fleet.wait_for_engine, limit_s)
-  if at_start and not addresses:
-    raise types.UserError(
-        f'config.rollout.engine={fleet.settings.engine!r}: no engine in {limit_s:g} s: start one, '
-        'or correct the name'
-    )
-  for address in addresses:
-    probes = hosts.by_writer(
-        _sample_probes, sampler, address, weights, prompts, temperature, at_start
-    )
+  with engines_awake():
+    addresses = hosts.by_writer(fleet.wait_for_engine, limit_s)
+    if at_start and not addresses:
+      raise types.UserError(
+          f'config.rollout.engine={fleet.settings.engine!r}: no engine in {limit_s:g} s: start '
+          'one, or correct the name'
+      )
+    probes_of = {}
+    for address in addresses:
+      probes_of[address] = hosts.by_writer(
+          _sample_probes, sampler, address, weights, prompts, temperature, at_start
+      )
+  for address, probes in probes_of.items():
     if probes is None:
       continue
 
-    def mean_gap(used_temperature):
+    def mean_gap(used_temperature, probes=probes):
       differences = []
       for ids, logp in probes:
         row = np.zeros((1, length), np.int32)  # one length: one program

@@ -22,6 +22,7 @@ from stppo_jax.rollout import sampling
 Send = Callable[[str, Any], Any]
 # Routes that load weights, which may take minutes.
 LOADS = ('/collective_rpc', '/update_weights_from_disk', '/v1/load_lora_adapter')
+_ASLEEP = 'asleep'  # label of an engine whose weights are discarded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,8 @@ class VllmApi:
   """
 
   eos_ids: tuple[int, ...] = ()  # end a turn, and belong to it
+  sleeps: bool = False  # whether the engine is put to sleep between batches
+  sleep_level = 2  # discards the weights, because each batch begins with a load
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
     """Samples one turn.
@@ -108,13 +111,19 @@ class VllmApi:
   def load(self, send: Send, folder: str, label: str) -> None:
     """Pauses, loads the weights, empties the prefix cache, resumes and sets the label.
 
-    A load that fails may leave weights of two versions, so they lose their label before it.
+    A load that fails may leave weights of two versions, so they lose their label before it. An
+    engine that sleeps gets the memory of its weights first, and that of its cache after the load.
+    vLLM ignores a request to wake what is awake.
     """
     _unless_missing(send, '/update_weight_version', {'new_version': f'{label}-loading'})
+    if self.sleeps:
+      send('/wake_up?tags=weights', {})
     send('/pause?mode=keep', {})
     try:
       reload_weights = {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
       send('/collective_rpc', reload_weights)
+      if self.sleeps:
+        send('/wake_up?tags=kv_cache', {})
       # Requests of other clients, and turns that the trainer abandoned, hold blocks of the cache.
       answer = send('/reset_prefix_cache?reset_running_requests=true&reset_external=true', {})
       if not answer.get('success', True):
@@ -124,8 +133,31 @@ class VllmApi:
     _unless_missing(send, '/update_weight_version', {'new_version': label})
 
   def resume(self, send: Send) -> None:
-    """Ends a pause."""
-    send('/resume', {})
+    """Ends a pause, and wakes an engine that sleeps.
+
+    vLLM's route /resume alone would start turns that have no cache, and this ends its process.
+    """
+    send('/wake_up' if self.sleeps else '/resume', {})
+
+  def check_sleep_mode(self, send: Send) -> None:
+    """Raises Rejected for an engine that answers /sleep and frees no memory."""
+    info = _unless_missing(send, '/server_info?config_format=json', None)
+    model = info.get('vllm_config', {}).get('model_config', {})
+    if not model.get('enable_sleep_mode', True):
+      raise http_client.Rejected(400, 'its sleep mode is off')
+
+  def sleep(self, send: Send) -> None:
+    """Aborts the turns in progress, and frees the devices until the next `load` or `resume`.
+
+    Weights that are discarded lose their label.
+    """
+    self._forget_label(send)
+    send(f'/sleep?level={self.sleep_level}', {})
+    if not send('/is_sleeping', None)['is_sleeping']:
+      raise http_client.Temporary('the engine did not fall asleep')
+
+  def _forget_label(self, send):
+    _unless_missing(send, '/update_weight_version', {'new_version': _ASLEEP})
 
   def labels(self, send: Send) -> list[str]:
     """Returns the label of the engine's weights. An older vLLM keeps none."""
@@ -138,6 +170,8 @@ class VllmAdapterApi(VllmApi):
   Each version is a new adapter with the label as its name. A restarted engine does not list the
   name. Cached prefixes belong to one adapter, so they need no reset.
   """
+
+  sleep_level = 1  # keeps weights and adapters in the host's memory, because no load brings them
 
   def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
     """Samples one turn with the adapter of the label."""
@@ -155,6 +189,7 @@ class VllmAdapterApi(VllmApi):
 
   def load(self, send: Send, folder: str, label: str) -> None:
     """Adds the adapter, and removes those that the run added before."""
+    self.resume(send)
     run = label.partition('-')[0]
     old = [name for name in self.labels(send) if name.partition('-')[0] == run]
     send('/v1/load_lora_adapter', {'lora_name': label, 'lora_path': folder})
@@ -162,7 +197,12 @@ class VllmAdapterApi(VllmApi):
       send('/v1/unload_lora_adapter', {'lora_name': name})
 
   def resume(self, send: Send) -> None:
-    """Does nothing, because a new adapter needs no pause."""
+    """Wakes an engine that sleeps. A new adapter needs no pause."""
+    if self.sleeps:
+      send('/wake_up', {})
+
+  def _forget_label(self, send):
+    """Does nothing, because the adapters stay."""
 
   def labels(self, send: Send) -> list[str]:
     """Returns the names of the adapters, and that of the model."""

@@ -93,11 +93,15 @@ def _names_folders(config):
   return bool(config.train.checkpoint_folder or config.rollout.engine_folder)
 
 
+def _has_engines(config):
+  return bool(config.rollout.engine or config.rollout.engine_shares_devices)
+
+
 _LONGEST_SHOWN = 500  # characters of a rejected value
 
 # Rules of optional parts: whether a config has the part -> the function in sections/.
 _CONFIG_SECTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
-    (lambda config: bool(config.rollout.engine), 'engine:check'),
+    (_has_engines, 'engine:check'),
     (lambda config: bool(config.rollout.demonstrations), 'demonstrations:check'),
     (lambda config: config.rollout.allocation != 'even', 'allocation:check'),
     (lambda config: bool(config.data.columns), 'data_columns:check'),

@@ -58,6 +58,10 @@ def check(config: Config) -> tuple[Variant, Components]:
   variant = objective.make_variant(config)
   parts = components.resolve(config)
   _check_staleness(config)
+  if config.rollout.engine_shares_devices:
+    from stppo_jax.training import offload
+
+    offload.check(sharding.mesh_of(config.mesh))
   if config.rollout.allocation != 'even' and parts.env.rows_per_episode > 1:
     raise types.UserError(
         f'config.rollout.allocation={config.rollout.allocation!r} reads one score of an episode, '
@@ -290,6 +294,12 @@ def open_run(
     first = progress.updates
     resources.enter_context(_compiling_ahead(parts, learners, settings.updates - first))
     policy = learners.policy(learners.actor)
+    if config.rollout.engine_shares_devices:
+      from stppo_jax.rollout import engines
+      from stppo_jax.training import offload
+
+      assert isinstance(agent, engines.RemoteAgent)
+      agent.trainer = offload.DeviceArrays(learners)
     opened = agent.opened(workdir, first, policy, parts.tasks, run_over)
     resources.enter_context(opened)
     del policy, opened

@@ -12,6 +12,11 @@ def check(config: Config) -> None:
   """Checks settings that do not work with engines in other processes."""
   rollout = config.rollout
   given = f'config.rollout.engine={rollout.engine!r}'
+  if not rollout.engine:
+    raise UserError(
+        'config.rollout.engine_shares_devices=True needs engines: set config.rollout.engine to '
+        'their addresses'
+    )
   for part in rollout.engine.split(','):
     if not re.fullmatch(ENGINES, part.strip()) or not _has_port(part):
       raise UserError(
@@ -23,6 +28,8 @@ def check(config: Config) -> None:
         f'{given}: engines do not report the experts that they chose: set '
         '--config.rollout.routing_replay=old_policy'
     )
+  if rollout.engine_shares_devices:
+    _check_sharing(config)
   if rollout.engine_kind == 'sglang' and config.rollout.is_cut:
     raise UserError(
         f'{given}: SGLang reports log-probs without top_k and top_p: set '
@@ -31,6 +38,26 @@ def check(config: Config) -> None:
   if rollout.engine_kind == 'stppo' and rollout.top_k > 0:
     raise UserError(
         f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
+    )
+
+
+def _check_sharing(config):
+  rollout = config.rollout
+  given = 'config.rollout.engine_shares_devices=True'
+  if rollout.engine_kind != 'vllm':
+    raise UserError(
+        f'{given}: of the engines, only vLLM is put to sleep by the run: set '
+        '--config.rollout.engine_kind=vllm, or give the engines devices of their own'
+    )
+  if not all(part.strip().startswith('http') for part in rollout.engine.split(',')):
+    raise UserError(
+        f'{given} and config.rollout.engine={rollout.engine!r}: an engine that is added while the '
+        'run trains would take its memory: give each engine as http://HOST:PORT'
+    )
+  if config.pipeline.staleness:
+    raise UserError(
+        f'{given} and config.pipeline.staleness={config.pipeline.staleness}: engines cannot sample '
+        'while the trainer has their devices: set --config.pipeline.staleness=0'
     )
 
 
