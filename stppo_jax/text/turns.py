@@ -87,6 +87,8 @@ def match(forms: Sequence[ReadMessage], message: ReadMessage) -> Match | None:
   """
   if message.role != 'assistant':
     return None
+  if any(form.identity == message.identity for form in forms):
+    return Match()
   matches = []
   for form in forms:
     found = _match_form(form, message)

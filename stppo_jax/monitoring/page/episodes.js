@@ -4,6 +4,7 @@ const NUMBERS = {behaviour_logp: 'log-prob', old_logp: 'old log-prob', ratio: 'r
   advantages: 'advantage', values: 'value'};
 const MODES = {mask: null, advantage: 'advantages', ratio: 'ratio', value: 'values', 'log-prob': 'behaviour_logp'};
 const REWARD_BINS = 4;
+const PARTS = new RegExp(`(\n| )|${ODD.source}`);  // a piece of text is split at these
 const browser = {
   run: null,  // name
   source: 'chosen',  // 'chosen', 'KIND UPDATE' or 'question'
@@ -200,8 +201,9 @@ function showEpisode(episode) {
     make('div', {class: 'colours'}, make('span', {class: 'switch', role: 'group', 'aria-label': 'colour tokens by'}, ...buttons),
       legendOf(episode, scale)),
     ...pieces(episode, scale));
-  for (const box of document.querySelectorAll('.piece.forced')) {
-    if (box.querySelector('.tokens').scrollHeight < 330) continue;
+  // All heights are read before the page changes, so that the browser computes its layout once.
+  const boxes = [...document.querySelectorAll('.piece.forced')];
+  for (const box of boxes.filter((other) => other.querySelector('.tokens').scrollHeight >= 330)) {
     box.classList.add('cut');
     box.append(make('button', {class: 'more', onclick: (event) => { box.classList.remove('cut'); event.target.remove(); }},
       'Show all of it'));
@@ -268,6 +270,9 @@ function legendOf(episode, scale) {
 
 function pieces(episode, scale) {
   const boxes = [];
+  const field = MODES[browser.mode];
+  const values = field && has(episode, field) ? episode[field] : [];
+  const paint = (x) => (field && (x === null || x === undefined) ? '' : scale.paint(x));
   let agentIndex = 0, start = 0;
   while (start < episode.tokens.length) {
     const turn = episode.turn_ids[start];
@@ -277,7 +282,9 @@ function pieces(episode, scale) {
       : start === 0 ? 'prompt' : 'observation';
     const body = make('div', {class: 'tokens'}), lines = {run: 0};
     for (let i = start; i < end; i++) {
-      body.append(tokenNode(episode, i, turn > 0 ? agentIndex++ : null, scale, lines));
+      const node = tokenNode(episode, i, turn > 0 ? agentIndex : null, lines);
+      if (turn > 0) node.style.background = paint(values[agentIndex++]);
+      body.append(node);
     }
     boxes.push(make('section', {class: `piece ${turn > 0 ? 'agent' : 'forced'}`},
       make('header', {}, make('b', {}, title), make('span', {}, plural(end - start, 'token'))), body));
@@ -286,9 +293,9 @@ function pieces(episode, scale) {
   return boxes;
 }
 
-function tokenNode(episode, index, agentIndex, scale, lines) {
+function tokenNode(episode, index, agentIndex, lines) {
   const node = make('span', {class: 't'});
-  for (const part of String(episode.pieces[index] ?? '').split(new RegExp(`(\n| )|${ODD.source}`))) {
+  for (const part of String(episode.pieces[index] ?? '').split(PARTS)) {
     if (!part) continue;
     if (part === '\n') {  // a third newline in a row is shown, but takes no line of its own
       lines.run++;
@@ -300,11 +307,7 @@ function tokenNode(episode, index, agentIndex, scale, lines) {
     else if (plain(part) !== part) node.append(make('span', {class: 'odd'}, plain(part)));
     else node.append(part);
   }
-  if (agentIndex !== null) {
-    const field = MODES[browser.mode], x = field && has(episode, field) ? episode[field][agentIndex] : undefined;
-    if (!field || (x !== null && x !== undefined)) node.style.background = scale.paint(x);
-    if (episode.clipped && episode.clipped[agentIndex]) node.classList.add('clipped');
-  }
+  if (agentIndex !== null && episode.clipped && episode.clipped[agentIndex]) node.classList.add('clipped');
   node.tokenAt = [episode, index, agentIndex];
   return node;
 }
