@@ -259,7 +259,8 @@ class RemoteEngine:
     """Whether no process listens at the address."""
     place = urllib.parse.urlsplit(self.address)
     try:
-      socket.create_connection((place.hostname, place.port or 80), _CONNECT_S).close()
+      port = place.port or (443 if place.scheme == 'https' else 80)
+      socket.create_connection((place.hostname, port), _CONNECT_S).close()
     except ConnectionRefusedError:
       return True
     except OSError:
