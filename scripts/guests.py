@@ -23,6 +23,7 @@ import re
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / 'docs' / 'dev' / 'guests.md'
 TABLE = re.compile(r'^\| guest \|.*', re.DOTALL | re.MULTILINE)
+PIN = re.compile(r'[\w.-]+(\[[\w,-]+\])?==\d[\w.]*')
 HEAD = (
     '| guest | version last tried | date | test | files of the package |\n'
     '|---|---|---|---|---|\n'
@@ -53,6 +54,9 @@ class Guest:
     datetime.date.fromisoformat(self.date)
     if not (self.what and self.version and self.touches):
       raise ValueError(f'{self.test}: {self} lacks a text')
+    for word in self.version.split():
+      if '==' in word and not PIN.fullmatch(word):
+        raise ValueError(f'{self.test}: {word} is no PACKAGE==VERSION of a release')
     for name in self.touches.split():
       if not (ROOT / 'stppo_jax' / name).exists():
         raise ValueError(f'{self.test}: stppo_jax/{name} does not exist')

@@ -39,6 +39,13 @@ from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import UserError
 from tests.support import reference_models
 
+pytestmark = pytest.mark.guests(
+    what='Folders of Hugging Face',
+    version='transformers==5.24.0',
+    date='2026-11-28',
+    touches='models/convert.py models/hf_config.py models/hf_weights.py models/hf_export.py',
+)
+
 ROOT = pathlib.Path(__file__).parent.parent
 REFERENCES = reference_models.FOLDER
 # What config.json of published models holds besides token ids and versions.

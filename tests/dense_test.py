@@ -22,7 +22,7 @@ from stppo_jax.retrieval import protocol
 
 pytestmark = pytest.mark.guests(
     what='Encoders of sentence-transformers',
-    version='sentence-transformers==6.2.0, torch==2.13.0',
+    version='sentence-transformers==6.2.0 torch==2.13.0',
     date='2026-11-28',
     touches='retrieval/encoder.py',
 )

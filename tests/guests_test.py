@@ -74,6 +74,8 @@ class MarkTest(parameterized.TestCase):
       '@pytest.mark.guests()\nclass X:\n  pass',
       'pytestmark = ' + MARK.replace("date='2026-11-28', ", ''),
       'pytestmark = ' + MARK.replace('2026-11-28', 'today'),
+      'pytestmark = ' + MARK.replace('a==1', 'a==newest'),
+      'pytestmark = ' + MARK.replace('a==1 ', 'a==1, '),
       'pytestmark = ' + MARK.replace("'atif'", "'no_room/no_file.py'"),
       'pytestmark = ' + MARK.replace("'atif'", 'name'),
       'pytestmark = ' + MARK.replace("'A'", "''"),

@@ -13,6 +13,7 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax import types
@@ -23,6 +24,13 @@ from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 from stppo_jax.stop_signal import StopSignal
 from tests.support import processes
+
+pytestmark = pytest.mark.guests(
+    what='Retrieval servers of Search-R1 and RAGEN, as clients see them',
+    version='documentation and code of both',
+    date='2026-11-28',
+    touches='retrieval/http.py',
+)
 
 TASK = types.Task(id='t', question='q?', answers=('x',))
 

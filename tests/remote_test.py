@@ -12,6 +12,7 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import pytest
 
 from stppo_jax import types
 from stppo_jax.assembly import components
@@ -27,6 +28,13 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import processes
 from tests.support import tiny_run
+
+pytestmark = pytest.mark.guests(
+    what='Servers with the chat completions of OpenAI, in evaluations',
+    version='documentation of the interface, with stand-ins',
+    date='2026-11-28',
+    touches='evaluation/remote.py evaluation/client.py',
+)
 
 STOPS = ('</search>', '</answer>')
 

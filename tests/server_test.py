@@ -23,6 +23,7 @@ from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies as st
 import pydantic
+import pytest
 
 from stppo_jax import types
 from stppo_jax.net import http_server
@@ -31,6 +32,13 @@ from stppo_jax.retrieval import http as client
 from stppo_jax.retrieval import server
 from tests import dense_test
 from tests.support.processes import wait_for
+
+pytestmark = pytest.mark.guests(
+    what='Retrieval clients of Search-R1 and RAGEN',
+    version='documentation and code of both',
+    date='2026-11-28',
+    touches='retrieval/server.py',
+)
 
 PASSAGES = (
     types.Passage('p0', 'Paris', 'The capital of France, on the Seine.'),

@@ -7,6 +7,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.assembly import components
@@ -20,6 +21,13 @@ from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import tokenizer_test as chat_test
 from tests.support import tiny_tokenizer
+
+pytestmark = pytest.mark.guests(
+    what='Chat templates of model families',
+    version='chat templates, as published',
+    date='2026-11-28',
+    touches='text/template.py',
+)
 
 CHATML = (
     '{% if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>\n{% endif %}'
