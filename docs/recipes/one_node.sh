@@ -58,7 +58,6 @@ CUDA_VISIBLE_DEVICES=0,1,2,3 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "$python" run.p
   --config.model.folder="$model" \
   --config.data.source="$data" \
   --config.retriever.url="$retriever" \
-  --config.train.micro_batch=4 \
   --config.rollout.engine="$(IFS=,; echo "${engines[*]}")" \
   --config.pipeline.staleness=1 \
   --workdir="$workdir" "${@:6}" &

@@ -39,6 +39,7 @@ def get_config(mode=''):
   config.retriever.dialect = 'search_r1'
   config.rollout.engine_gap = 100.0  # the stand-in does not compute with the weights
   config.train.mini_batch = 16
+  config.train.micro_batch = 0  # follows the devices, as in the recipes
   config.train.updates = {updates}
   config.eval.every = 0
   return config
