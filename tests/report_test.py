@@ -229,6 +229,11 @@ class ReportTest(parameterized.TestCase):
       file.writelines(json.dumps(episode) + '\n' for _ in range(10))
     self.assertIn('last training update (1): 2 of 10', _shown(_page_json(self._page())))
 
+  def test_first_episode_is_shown_however_long(self):
+    write_fake_run(self.workdir, updates=1, with_eval=False)
+    group = report.episode_group(self.workdir, 'train', 1, max_bytes=10)
+    self.assertEqual(group['shown'], 1)
+
 
 class ChoiceTest(parameterized.TestCase):
 

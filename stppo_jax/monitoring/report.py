@@ -29,7 +29,7 @@ from stppo_jax.monitoring import workdir as workdir_lib
 
 Rows = list[dict[str, Any]]  # lines of metrics.jsonl
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
-BYTES_PER_FILE = 2_000_000  # limit on the JSON of these episodes
+BYTES_PER_FILE = 2_000_000  # limit on the JSON of these episodes, but for the first one
 MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 _PAGE = pathlib.Path(__file__).parent / 'page'
 # Held-out scores: of a data set or a role, by name, and some by hops.
@@ -342,7 +342,7 @@ def episode_group(
         file.seek(start)
         episode = json.loads(file.readline())
         episode_size = len(to_json(episode))
-        if size + episode_size <= max_bytes:
+        if not episodes or size + episode_size <= max_bytes:
           size += episode_size
           episodes.append(episode)
   return {
