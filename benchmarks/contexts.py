@@ -83,10 +83,14 @@ def table(records: list[dict]) -> str:
   ]
   for r in records:
     fits = 'fits' if r['fits'] else 'does not fit'
+    gathered = seconds = 'unknown'  # of a program that the compiler rejects for its size
+    if r['seconds']:
+      gathered = f'{r["gathered"] / 1e12:.1f}'
+      seconds = f'{r["seconds"]:.0f}'
     lines.append(
         f'| `{r["topology"]}`, {r["context"]} | {r["temporaries"] / GIB:.2f} '
-        f'| {r["peak"] / GIB:.2f} of {r["memory"] / GIB:.2f}, {fits} | {r["gathered"] / 1e12:.1f} '
-        f'| {r["seconds"]:.0f} |'
+        f'| {r["peak"] / GIB:.2f} of {r["memory"] / GIB:.2f}, {fits} | {gathered} '
+        f'| {seconds} |'
     )
   for topology in dict.fromkeys(r['topology'] for r in records):
     own = [r for r in records if r['topology'] == topology]
