@@ -213,7 +213,10 @@ class RemoteEngine:
         self._stop_signal.raise_if_set()
         time.sleep(_POLL_S)
       if self._is_gone():
-        raise types.UserError(f'{self.address} does not answer: start it, or correct the address')
+        raise types.UserError(
+            f'config.rollout.engine: {self.address} does not answer: start it, or correct the '
+            'address'
+        )
       self.fall_asleep(checks_mode=True)
     except types.RunError as error:
       raise types.UserError(f'config.rollout.engine: {error}') from error

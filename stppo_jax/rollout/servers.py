@@ -141,9 +141,10 @@ class VllmApi:
 
   def check_sleep_mode(self, send: Send) -> None:
     """Raises Rejected for an engine that answers /sleep and frees no memory."""
-    info = _unless_missing(send, '/server_info?config_format=json', None)
-    model = info.get('vllm_config', {}).get('model_config', {})
-    if not model.get('enable_sleep_mode', True):
+    config = _unless_missing(send, '/server_info?config_format=json', None).get('vllm_config')
+    if not isinstance(config, dict):  # an older vLLM has no such answer
+      return
+    if not config.get('model_config', {}).get('enable_sleep_mode', True):
       raise http_client.Rejected(400, 'its sleep mode is off')
 
   def sleep(self, send: Send) -> None:
@@ -153,7 +154,7 @@ class VllmApi:
     """
     self._forget_label(send)
     send(f'/sleep?level={self.sleep_level}', {})
-    if not send('/is_sleeping', None)['is_sleeping']:
+    if not send('/is_sleeping', None).get('is_sleeping'):
       raise http_client.Temporary('the engine did not fall asleep')
 
   def _forget_label(self, send):
