@@ -93,7 +93,7 @@ class RemoteAgent(agent_lib.Agent):
   """
 
   stop_table: np.ndarray = dataclasses.field(kw_only=True)  # see `Sampler`
-  trainer: shared_devices.Trainer | None = None  # its devices are those of the engines
+  trainer: shared_devices.Offloadable | None = None  # its devices are those of the engines
 
   @contextlib.contextmanager
   def opened(

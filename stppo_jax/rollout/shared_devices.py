@@ -18,7 +18,7 @@ from stppo_jax.rollout import remote
 from stppo_jax.rollout import sequences
 
 
-class Trainer(Protocol):
+class Offloadable(Protocol):
   """What the trainer keeps on the devices, see `training.offload.DeviceArrays`."""
 
   def policy(self) -> sequences.PolicyParams:
@@ -34,7 +34,7 @@ class Trainer(Protocol):
 class Sharing:
   """Gives the devices to the engines and back."""
 
-  def __init__(self, fleet: remote.Fleet, trainer: Trainer):
+  def __init__(self, fleet: remote.Fleet, trainer: Offloadable):
     self._fleet = fleet
     self._trainer = trainer
     self._are_awake = False
