@@ -440,6 +440,16 @@ class MakeVariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "attention='cudnn' needs heads of at most 128 channels"):
       learner._with_attention(config, gpu('8.0'), (narrow, wide))
 
+  def test_metrics_of_turns_are_bounded(self):
+    config = schema.Config()
+    variant = objective.make_variant(validation.validate(config))
+    for searches, expected in ((3, 4), (200, 16)):
+      config.env.max_searches = searches
+      spec = learner.make_spec(
+          config, variant, presets.PRESETS['qwen2.5-7b'], None, sharding.make_mesh(1, 1, 1)
+      )
+      self.assertEqual(spec.num_logged_turns, expected)
+
   def test_micro_batch_follows_the_devices(self):
     mesh = sharding.make_mesh(2, 2, 2)
     config = schema.Config()

@@ -32,6 +32,8 @@ from stppo_jax.training import summary
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
 
+LOGGED_TURNS = 16  # with metrics of their own. Each is a pass over the tokens of every step
+
 # Context manager of the seconds of a phase, see `timing.Timing`.
 Timing = Callable[[str], contextlib.AbstractContextManager]
 
@@ -500,7 +502,7 @@ def make_spec(
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,
-      num_logged_turns=config.env.max_searches + 1,
+      num_logged_turns=min(config.env.max_searches + 1, LOGGED_TURNS),
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=routing_replay,
