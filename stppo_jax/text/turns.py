@@ -107,9 +107,8 @@ def _match_form(form: ReadMessage, message: ReadMessage) -> Match | None:
     return None
   if form.calls and not are_written and not message.words:  # only the calls came back
     return Match('', lacks_thoughts)
-  rest = ''
-  if form.trimmed != message.trimmed:
-    rest = _rest(form.words, message.text)
+  is_equal = form.trimmed == message.trimmed
+  rest = '' if is_equal else _rest(form.words, message.text)
   if rest is None:
     is_respelled = '<tool_call>' in message.text and _spelled(form) == _spelled(message)
     return Match('', lacks_thoughts) if is_respelled else None
