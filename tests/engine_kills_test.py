@@ -29,10 +29,14 @@ class CountTest(parameterized.TestCase):
       tasks = changes.get(update, QUESTIONS[first : first + 8])
       path = os.path.join(workdir, 'episodes', f'train_{update:06d}.jsonl')
       with open(path, 'w', encoding='utf-8') as file:
-        file.writelines(json.dumps({'task': task}) + '\n' for task in tasks)
+        file.writelines(
+            json.dumps({'task': task, 'failed': task == QUESTIONS[0]}) + '\n' for task in tasks
+        )
     counts = engine_kills.count(workdir, 5, QUESTIONS)
+    failed = counts.pop('failed')
     expected = {'updates': 5, 'epochs': 1, 'lost': lost, 'doubled': doubled, 'uneven': uneven}
     self.assertEqual(counts, expected)
+    self.assertGreaterEqual(failed, 2)  # the first question of each epoch
 
 
 if __name__ == '__main__':
