@@ -117,8 +117,8 @@ GROUPS: dict[str, dict[str, str]] = {
             'the algorithm uses.'
         ),
         'stppo/clipfrac_turn<n>_{pos,neg}': (
-            'Share of clipped tokens in turn n, of the first 16, where the advantage is positive or '
-            'negative.'
+            'Share of clipped tokens in turn n, where the advantage is positive or negative. Turns '
+            'after the 16th have none.'
         ),
         'stppo/ess_share': (
             'Effective sample size of the episodes as a share of their number, by their weights '
