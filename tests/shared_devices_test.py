@@ -255,7 +255,8 @@ class SharedDevicesTest(parameterized.TestCase):
         engines[0].wait()
         engines.append(self.start(ports[0]))
 
-      threading.Timer(0.2, kill).start()
+      if len(engines) == 2:
+        threading.Timer(0.2, kill).start()
       return update(learners, *args)
 
     with mock.patch.object(learner_lib.Learners, 'update', update_then_kill):

@@ -36,7 +36,7 @@ class Engine(server.ThreadingHTTPServer):
   def __init__(self, flags: argparse.Namespace):
     super().__init__((flags.host, flags.port), Handler)
     tokenizer = tokenizers.Tokenizer.from_file(os.path.join(flags.model, 'tokenizer.json'))
-    vocabulary = tokenizer.get_vocab().items()
+    vocabulary = sorted(tokenizer.get_vocab().items())  # its own order differs between processes
     self.actions = [i for text, i in vocabulary if text.startswith(('<search> ', '<answer> '))]
     self.has_dev_mode = os.environ.get('VLLM_SERVER_DEV_MODE') == '1'
     self.has_sleep_mode = flags.enable_sleep_mode
