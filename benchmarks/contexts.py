@@ -1,11 +1,11 @@
 """Plans of a run with rows of 65,536 tokens: memory and traffic by the devices that share a row.
 
-  python -m benchmarks.contexts --topology=h100:1x1x8 --contexts=1,4,8 --out=FILE.jsonl
-  python -m benchmarks.contexts --print=FILE.jsonl
+  python -m benchmarks.contexts --topology=h100:1x1x8 --contexts=1,4,8 --records=FILE.jsonl
+  python -m benchmarks.contexts --records=FILE.jsonl    # prints the table
 
 Each plan compiles the update and the annotation of `st_ppo_qwen3_8b` with its critic, 64 episodes
 and an engine that samples. A micro-batch has one row for each group of devices that computes rows.
-Needs the extra `plan`. A record is appended for each plan, and `--print` makes the table of
+Needs the extra `plan`. A record is appended for each plan, and all records make the table of
 docs/scaling.md. Below it is the line through the temporaries over the tokens of a device: what
 is left at 0 tokens are gradients and gathered parameters.
 """
@@ -24,9 +24,8 @@ from stppo_jax.cli import flags as flags_lib
 from stppo_jax.planning import plan as plan_lib
 
 _TOPOLOGY = flags.DEFINE_string('topology', 'h100:1x1x8', 'devices')
-_CONTEXTS = flags.DEFINE_list('contexts', ['1', '4', '8'], 'values of config.mesh.context')
-_OUT = flags.DEFINE_string('out', '', 'file of records, one appended for each plan')
-_PRINT = flags.DEFINE_string('print', '', 'file of records to print as a table')
+_CONTEXTS = flags.DEFINE_list('contexts', [], 'values of config.mesh.context to plan')
+_RECORDS = flags.DEFINE_string('records', 'benchmarks/contexts.jsonl', 'file of records')
 ROOT = pathlib.Path(__file__).parent.parent
 TOKENS = 65_536
 GIB = 2**30
@@ -101,19 +100,19 @@ def table(records: list[dict]) -> str:
   return '\n'.join(lines)
 
 
+def read(path: str | pathlib.Path) -> list[dict]:
+  """Returns the records of a file."""
+  return [json.loads(line) for line in pathlib.Path(path).read_text(encoding='utf-8').splitlines()]
+
+
 def main(unused_argv):
-  if _PRINT.value:
-    lines = pathlib.Path(_PRINT.value).read_text(encoding='utf-8').splitlines()
-    print(table([json.loads(line) for line in lines]))
-    return
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_enable_compilation_cache', False)
   for context in map(int, _CONTEXTS.value):
     record = plan(_TOPOLOGY.value, context)
-    print(record, flush=True)
-    if _OUT.value:
-      with open(_OUT.value, 'a', encoding='utf-8') as file:
-        file.write(json.dumps(record) + '\n')
+    with open(_RECORDS.value, 'a', encoding='utf-8') as file:
+      file.write(json.dumps(record) + '\n')
+  print(table(read(_RECORDS.value)))
 
 
 if __name__ == '__main__':

@@ -247,7 +247,7 @@ class MeshTest(parameterized.TestCase):
   @parameterized.parameters((((8, -1)), (8, 1)), ((-1, 4), (2, 4)), ((2, 4), (2, 4)), ((), (8, 1)))
   def test_sizes(self, sizes, wanted):
     mesh = sampling_mesh.make_mesh(training_mesh(), CONFIG, sizes)
-    self.assertEqual(mesh.devices.shape, (wanted[0], 1, wanted[1]))
+    self.assertEqual(mesh.devices.shape, (wanted[0], 1, 1, wanted[1]))
     self.assertEqual(list(mesh.devices.flat), list(training_mesh().devices.flat))
 
   @parameterized.parameters((3, 2), (-1, 3), (4, 4), (16, 1), (-1, -1), (0, 8), (8,))

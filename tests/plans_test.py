@@ -1,8 +1,6 @@
 """The table of plans in docs/scaling.md is the one that today's planner prints."""
 
 import dataclasses
-import json
-import pathlib
 from unittest import mock
 
 from absl.testing import absltest
@@ -21,8 +19,7 @@ ROWS = [row for row in plans.ROWS if row.name in RECORDS]
 class ContextsTest(absltest.TestCase):
 
   def test_page_has_the_plans_of_long_rows(self):
-    lines = pathlib.Path(contexts.ROOT, 'benchmarks', 'contexts.jsonl').read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = contexts.read(contexts.ROOT / 'benchmarks' / 'contexts.jsonl')
     page = plans.PAGE.read_text(encoding='utf-8')
     for line in contexts.table(records).splitlines():
       if line.startswith('|'):

@@ -132,7 +132,8 @@ class TrainTest(absltest.TestCase):
     in_half = dataclasses.replace(CONFIG, dtype='bfloat16')
     self.assertEqual(chosen('auto', mesh), 'plain')  # the kernels need an accelerator
     gpu = mock.Mock(platform='gpu', compute_capability='9.0')
-    self.assertEqual(chosen('auto', mock.Mock(devices=np.array([gpu]))), 'cudnn')
+    of_gpus = mock.Mock(devices=np.array([gpu]), shape={'context': 1})
+    self.assertEqual(chosen('auto', of_gpus), 'cudnn')
     with self.assertRaisesRegex(UserError, "attention='cudnn' needs an NVIDIA GPU"):
       chosen('cudnn', mesh)
 

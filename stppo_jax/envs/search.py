@@ -92,7 +92,7 @@ class SearchEnv:
     self._is_over = False
     self._turns = 0
     self._searches = 0
-    self._texts: list[str] = []  # of the transcript
+    self._texts: list[str] = []  # make up the transcript
     return prompt_text(self.task, self.prompt, self._instructions), {}
 
   def query(self, action: str) -> str | None:

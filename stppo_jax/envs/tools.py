@@ -196,7 +196,7 @@ class ToolEnv:
     """Returns the question, with the tools for the chat template and as a text."""
     del seed
     self._turns = 0
-    self._texts: list[str] = []  # of the transcript
+    self._texts: list[str] = []  # make up the transcript
     self._counts = dict.fromkeys(_COUNTS, 0)
     info: protocol.ResetInfo = {
         'tools': _schemas(self._tools.values()) if self.template_shows_tools else [],

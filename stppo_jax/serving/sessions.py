@@ -320,7 +320,7 @@ class Session:
     self._unfinished: collections.deque[_UnfinishedTurn] = collections.deque(
         maxlen=recording.max_rows
     )
-    self._last_plan: RequestPlan | None = None  # of the last turn, recorded or not
+    self._last_plan: RequestPlan | None = None  # the last turn has it, recorded or not
     self._last_text = ''  # text of that turn
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False

@@ -46,10 +46,7 @@ def start(
   variant, parts = run_lib.check(config)
   load_inputs = functools.partial(run_lib.load_inputs, parts, variant)
   with recovery.hold_workdir(config, variant, workdir, load_inputs):
-    if config.rollout.engine_shares_devices:
-      from stppo_jax.rollout import engines
-
-      engines.put_to_sleep(config, stop_signal)
+    run_lib.free_devices(config, stop_signal)
     learners, agent = run_lib.setup(parts, variant)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
     skip_through: int | None = None  # after a rollback, the batches up to this one are skipped

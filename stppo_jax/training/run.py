@@ -263,6 +263,14 @@ def _make_replay(parts, variant):
   )
 
 
+def free_devices(config: Config, stop_signal: StopSignal) -> None:
+  """Puts the engines to sleep that share the devices of the run, if there are any."""
+  if config.rollout.engine_shares_devices:
+    from stppo_jax.rollout import engines
+
+    engines.put_to_sleep(config, stop_signal)
+
+
 @contextlib.contextmanager
 def open_run(
     parts: Components,
