@@ -7,7 +7,7 @@ from examples import settings
 
 
 def get_config(mode=''):
-  config = settings.tiny('calculator')  # its first policy knows the sums alone
+  config = settings.tiny('mix')
   config.name = 'mix'
   config.env.prompt = 'short'
   config.env.max_searches = 2
