@@ -94,7 +94,10 @@ import json, os, sys
 options = dict(word.partition('=')[::2] for word in sys.argv[1:] if word.startswith('--'))
 tpu = sys.argv[5]
 with open(os.environ['CLUSTER_NAMES'], encoding='utf-8') as file:
-  hosts = json.load(file)[tpu]
+  names = json.load(file)
+hosts = names[tpu]
+# A port of its own for JAX: all hosts are this machine.
+os.environ['SLURM_JOB_ID'] = str(int(os.environ['SLURM_JOB_ID']) + list(names).index(tpu))
 if sys.argv[4] == 'describe':
   print(hosts[0])
   sys.exit()
