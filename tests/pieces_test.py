@@ -115,7 +115,7 @@ class AttentionTest(parameterized.TestCase):
 class ModelTest(parameterized.TestCase):
 
   @parameterized.parameters(*prefixes_test.MODELS)
-  @pytest.mark.slow_after(2)
+  @pytest.mark.slow_after(1)
   def test_outputs_and_gradients_equal_rows_alone(self, name):
     params, alone, _ = prefixes_test.forward_functions(name)
     pieces = make_pieces(4)
@@ -151,7 +151,7 @@ class UpdateTest(parameterized.TestCase):
       ('with_all', 'st_ppo', prefixes_test.SHARED_TRUNK),
       ('four', 'ppo', prefixes_test.HL_GAUSS),
   )
-  @pytest.mark.slow_after(1)
+  @pytest.mark.slow
   def test_step_equals_that_of_one_device(self, mesh, variant, options):
     """With rows that share places, and without."""
     alone = prefixes_test.take_step(

@@ -155,6 +155,7 @@ class SharedDevicesTest(parameterized.TestCase):
         ],
     )
 
+  @pytest.mark.slow
   def test_error_in_batch_is_resumed_exactly(self):
     """The turns in progress are aborted, and none of them wakes the engine again."""
     engine = self.engine()
@@ -183,6 +184,7 @@ class SharedDevicesTest(parameterized.TestCase):
     loop.start(config, self.path('spoilt'))
     self.assert_equal_runs(config, 'whole', 'spoilt')
 
+  @pytest.mark.slow
   def test_engine_that_stays_awake_ends_run_with_save(self):
     """The state is saved from the host's memory, because the devices have no room for it."""
     engine = self.engine()
@@ -206,6 +208,7 @@ class SharedDevicesTest(parameterized.TestCase):
     loop.start(config, self.path('held'))
     self.assert_equal_runs(config, 'whole', 'held')
 
+  @pytest.mark.slow
   def test_stop_in_batch_is_resumed_exactly(self):
     engine = self.engine()
     config = make_config(engine.address, eval__every=0)
@@ -241,6 +244,7 @@ class SharedDevicesTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'does not answer'):
       loop.start(config, self.path('run'))
 
+  @pytest.mark.slow
   def test_killed_engine_returns_awake(self):
     """One of two engines is killed while it samples, and is started again."""
     ports = [servers_lib.free_port() for _ in range(2)]
