@@ -82,7 +82,7 @@ def table(records: list[dict]) -> str:
   ]
   for r in records:
     fits = 'fits' if r['fits'] else 'does not fit'
-    gathered = seconds = 'unknown'  # of a program that the compiler rejects for its size
+    gathered = seconds = 'unknown'  # the compiler rejected a program for its size
     if r['seconds']:
       gathered = f'{r["gathered"] / 1e12:.1f}'
       seconds = f'{r["seconds"]:.0f}'

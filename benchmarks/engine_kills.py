@@ -99,7 +99,7 @@ def kill_at_random(folder: str, questions: Collection[str]) -> dict[str, Any]:
   if _STORE.value:
     store = object_store.Store(os.path.join(folder, 'objects'))
     store.start()
-    os.environ.update(store.environment)  # of the trainers
+    os.environ.update(store.environment)  # trainers inherit them
     targets.append('store')
     settings.append('train.checkpoint_folder=gs://bucket/run')
   trainer = None

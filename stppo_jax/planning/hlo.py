@@ -70,8 +70,8 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
         trips = 1
         if opcode == 'while':
           trips = _trips(line, computations, open_trips)
-        # TPU programs split one collective into many fusions that share its channel. One that has
-        # begun before a loop goes on in the loop's iterations.
+        # TPU programs split one collective into many fusions that share its channel. One that
+        # begins before a loop may end in or after it, and runs once.
         shares_channels = opcode in ('fusion', 'async-start')
         for inner in _called(line):
           walk(inner, times * trips, channels if shares_channels else set(channels))

@@ -163,7 +163,6 @@ def make_sampler(
     num_episodes = fitting_episodes(
         config.train.episodes, config, model, mesh, rows_per_episode, memory
     )
-    hosts.require_same('episodes in progress', num_episodes, 'set config.rollout.rows')
   num_rows = rows_per_episode * num_episodes
   width = rollout.width
   if num_policies > 1:
@@ -198,7 +197,7 @@ def fitting_episodes(
   """Returns how many of `wanted` episodes are played at once: all, a half, a quarter, ..
 
   It is the first number whose keys and values take at most a quarter of the memory of the devices.
-  `memory` is as in `make_sampler`.
+  `memory` is as in `make_sampler`. UserError: the processes of the run have different memories.
   """
   cache = jax.eval_shape(lambda: decoder.init_cache(model, 1, config.rollout.max_total))
   row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
@@ -206,6 +205,8 @@ def fitting_episodes(
   available = num_devices * (memory or sharding.memory_of(jax.local_devices()[0])) // 4
   while wanted > 1 and wanted * rows_per_episode * row_bytes > available:
     wanted = -(-wanted // 2)
+  advice = 'set config.rollout.rows and config.eval.rows'
+  hosts.require_same('episodes that fit the memory', wanted, advice)
   return wanted
 
 

@@ -3,8 +3,8 @@
   engines   asleep       |  wake, load weights, sample  |  asleep
   trainer   update       |  all arrays on the host      |  update
 
-Only a run with config.rollout.engine imports this module, and uses it if
-config.rollout.engine_shares_devices says so.
+A run with config.rollout.engine imports this module, and uses it with
+config.rollout.engine_shares_devices=True.
 """
 
 from collections.abc import Iterator
