@@ -31,7 +31,11 @@ QUICK_FACTOR = 20
 GRACE_S = 10.0  # between SIGTERM and SIGKILL. A run saves a checkpoint in it.
 GGUF = 'SmolLM2-135M-Instruct.Q4_1.gguf'
 EXPERIMENT = 'experiments/st_ppo_smollm2.py'
-TESTS = ['tests/attention_test.py', 'tests/update_test.py', 'tests/sampler_test.py']
+TESTS = [
+    'tests/models/attention_test.py',
+    'tests/training/update_test.py',
+    'tests/rollout/sampler_test.py',
+]
 # Tests of several devices, and those that run a kernel in float32, which only CPUs can. The part
 # `kernel` is in the place of the latter.
 NOT_ON_A_GPU = 'not BackendsTest and not ShardingTest and not eight_devices and not cudnn'

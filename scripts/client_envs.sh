@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the environments of tests/frameworks_test.py in .clients/, or in the folder STPPO_CLIENTS:
+# Makes the environments of tests/serving/frameworks_test.py in .clients/, or in the folder STPPO_CLIENTS:
 #   scripts/client_envs.sh [NAME..]
 # It needs uv, for Claude Code also npm, and the network. Names are those of the list below.
 set -eu

@@ -22,7 +22,7 @@ from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
-from tests import update_test
+from tests.training import update_test
 
 # Two turns of 1 or 2 tokens and END, 4 questions: some hundred parameters.
 SMALL = {
