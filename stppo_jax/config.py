@@ -10,8 +10,9 @@ import functools
 from typing import Any
 from typing import TYPE_CHECKING
 
-from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
+from stppo_jax.algorithms.variant import BaseVariant
+from stppo_jax.systems import parts
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 
@@ -291,10 +292,13 @@ class RolloutSettings(Section):
 
 def _with_overrides(section: type) -> type:
   """Adds the fields of a `Variant` to a section, each with None as its default."""
-  for field in dataclasses.fields(variant_lib.Variant):
-    kind: Any = str if field.metadata['rules'].plugin else field.type
+  for field in dataclasses.fields(BaseVariant):
+    rules = field.metadata['rules']
+    if field.name in parts.BUILT_IN:
+      rules = dataclasses.replace(rules, allowed=tuple(parts.BUILT_IN[field.name]))
+    kind: Any = str if rules.plugin else field.type
     section.__annotations__[field.name] = kind | None
-    setattr(section, field.name, dataclasses.field(default=None, metadata=field.metadata))
+    setattr(section, field.name, dataclasses.field(default=None, metadata={'rules': rules}))
   return section
 
 

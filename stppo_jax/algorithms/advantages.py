@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from stppo_jax import types
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import Estimator
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 # --- Generalised advantage estimation -------------------------------------------------------------
@@ -292,7 +292,7 @@ def episode_scores(batch: TurnBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
   return scores, group_ids, is_first
 
 
-def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
+def estimate(batch: TurnBatch, variant: BaseVariant) -> TurnBatch:
   """Returns the batch with `advantages` and `returns` by the variant's estimator.
 
   The advantages are standardised if `variant.whiten` is set. `returns` are the critic's targets.

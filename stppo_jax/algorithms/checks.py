@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from stppo_jax import plugins
 from stppo_jax.algorithms import objectives
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.types import TurnBatch
 
 _NUM_GROUPS = 2
@@ -32,8 +32,8 @@ _RETURNED = {
 }
 
 
-def check(column: str, function: Callable, variant: Variant, group_size: int = 1) -> str:
-  """Returns what is wrong with the function of a field of variant.BUILT_IN; '' if nothing is.
+def check(column: str, function: Callable, variant: BaseVariant, group_size: int = 1) -> str:
+  """Returns what is wrong with the function of a field of variant.COLUMNS; '' if nothing is.
 
   The function is traced for its shapes, as a run does, with a batch of two groups.
   """

@@ -20,7 +20,7 @@ import optax
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variant as variant_lib
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.types import TurnBatch
 
 Tree = TypeVar('Tree')  # a tree of arrays
@@ -37,7 +37,7 @@ class Cotangents(NamedTuple):
 
 
 def cotangents(
-    logp: jax.Array, batch: TurnBatch, variant: Variant, weights: jax.Array | None = None
+    logp: jax.Array, batch: TurnBatch, variant: BaseVariant, weights: jax.Array | None = None
 ) -> Cotangents:
   """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and parts.
 
@@ -102,7 +102,7 @@ def cotangents(
   return Cotangents(loss_cotangent, bias_cotangent, aux)
 
 
-def advantages_in_min(batch: TurnBatch, variant: Variant) -> jax.Array:
+def advantages_in_min(batch: TurnBatch, variant: BaseVariant) -> jax.Array:
   """Returns the advantages [B,T] that the surrogate receives; 0 outside the agent's tokens."""
   is_agent = batch.action_mask > 0
   advantages = jnp.where(is_agent, batch.advantages, 0)
@@ -117,11 +117,13 @@ def divisor(
 ) -> jax.Array:
   """Returns the scalar that divides the gradient. It is a constant for differentiation.
 
-  `rule` is the name of a built-in, or a function (g_norm, c_norm, any_clipped) -> number. If
+  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number. If
   the number is not positive or ||C|| is not finite, the divisor is NaN and the trainer skips the
   step.
   """
-  function = variant_lib.resolve('divisor', rule)
+  if isinstance(rule, str) and rule not in DIVISORS:
+    raise ValueError(f'divisor {rule!r} is none of {", ".join(DIVISORS)}')
+  function = DIVISORS[rule] if isinstance(rule, str) else rule
   value = function(g_norm, c_norm, any_clipped)
   is_usable = (value > 0) & jnp.isfinite(c_norm)
   value = jnp.where(is_usable, value, jnp.nan)
@@ -269,3 +271,11 @@ def relative_divisor(g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Arra
   has_gradient = g_norm > 0
   share = c_norm / jnp.where(has_gradient, g_norm, 1)
   return jnp.where(has_gradient, 1 + share, 1)
+
+
+DIVISORS = {
+    'none': no_divisor,
+    'paper': paper_divisor,
+    'floor': floor_divisor,
+    'relative': relative_divisor,
+}

@@ -17,7 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.types import TurnBatch
 
 
@@ -28,7 +28,7 @@ def sampled_mask(batch: TurnBatch) -> jax.Array:
   return batch.action_mask * (1 - batch.imitation_mask)
 
 
-def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
+def split(batch: TurnBatch, logp: jax.Array, variant: BaseVariant) -> TurnBatch:
   """Returns the batch with `imitation_mask`; demonstrations leave the policy gradient.
 
   They are then like padding to advantages, baselines, filters, the critic and all metrics of the

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.types import TurnBatch
 
 
-def apply(batch: TurnBatch, variant: Variant) -> TurnBatch:
+def apply(batch: TurnBatch, variant: BaseVariant) -> TurnBatch:
   """Returns the batch with `loss_mask` and `is_weights` [B,T]; None where nothing changes."""
   weights = None
   if variant.rollout_is != 'none':
@@ -29,7 +29,7 @@ def apply(batch: TurnBatch, variant: Variant) -> TurnBatch:
   return dataclasses.replace(batch, loss_mask=loss_mask(batch, variant), is_weights=weights)
 
 
-def loss_mask(batch: TurnBatch, variant: Variant) -> jax.Array | None:
+def loss_mask(batch: TurnBatch, variant: BaseVariant) -> jax.Array | None:
   """Returns 1 for the tokens [B,T] that the policy's loss counts; None: all agent tokens.
 
   mask_truncated       drops episodes that ended at a limit, because their reward is unknown
@@ -76,7 +76,7 @@ class LossWeights(NamedTuple):
   imitation: jax.Array | None = None  # weights of the imitation loss; None: no demonstrations
 
 
-def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
+def weights(batch: TurnBatch, variant: BaseVariant) -> LossWeights:
   """Returns the weights of a mini-batch's tokens in its sums.
 
   `row_weights` multiply the terms of the policy's loss, and no denominator. So the gradient is the

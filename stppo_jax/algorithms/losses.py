@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import AGGREGATIONS
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import KL_ESTIMATORS
 from stppo_jax.algorithms.variant import ValueHead
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 MAX_K3 = 10.0  # per token, as in verl
@@ -214,7 +214,7 @@ def aggregation_weights(
   return token_weights / (jnp.maximum(num_turns, 1) * num_episodes)
 
 
-def variant_weights(mask: jax.Array, batch: TurnBatch, variant: Variant) -> jax.Array:
+def variant_weights(mask: jax.Array, batch: TurnBatch, variant: BaseVariant) -> jax.Array:
   """Returns the weights [B,T] of the masked tokens by the variant's aggregation."""
   return aggregation_weights(
       mask, variant.aggregation, variant.norm_length, batch.turn_ids, batch.episode_ids
@@ -248,7 +248,7 @@ def is_same(ids: jax.Array) -> jax.Array:
 
 
 def surrogate(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the variant's objective of each token, and where clipping changed its gradient [B,T].
 
@@ -264,7 +264,7 @@ def surrogate(
 
 
 def clip(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns PPO's surrogate with the variant's bounds, and where it was clipped."""
   del logp

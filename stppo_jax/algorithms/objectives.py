@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import TokenOutputs
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
@@ -32,7 +32,7 @@ class RowCotangents(NamedTuple):
   num_pairs: jax.Array | None  # [] groups whose scores differ; None: tokens are compared
 
 
-def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> RowCotangents:
+def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: BaseVariant) -> RowCotangents:
   """Differentiates the variant's objective for all rows of a step, in layout [b,T]."""
   function = variant.function('objective')
 

@@ -1,6 +1,6 @@
-"""A `Variant` describes a whole objective by the parts it is made of.
+"""A `BaseVariant` describes a whole objective by the parts it is made of.
 
-Five fields take either the name of a built-in, or a function. BUILT_IN has the names.
+Five fields take either the name of a built-in, or a function. systems/parts.py has the names.
 
   advantage  (batch, variant) -> (advantages, returns)
              Both are [B,T], and `returns` are the critic's targets. `advantages.from_groups` makes
@@ -22,7 +22,8 @@ Five fields take either the name of a built-in, or a function. BUILT_IN has the 
              All are scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is
              divided by the result.
 
-A function reads its own settings from a dataclass that inherits from Variant and adds fields. A run
+A function reads its own settings from a dataclass that inherits from `variants.Variant` and adds
+fields. A run
 sets them by `--config.algorithm.options.NAME=VALUE`.
 """
 
@@ -34,7 +35,6 @@ from typing import Protocol
 
 import jax
 
-from stppo_jax import plugins
 from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
@@ -53,71 +53,16 @@ STEP_SCALES = ('none', 'ess')
 CORRECTION_LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
 SCORE_NORMS = ('none', 'scale', 'normalise')
 
-# Column -> {name of a built-in: 'module:attribute'}. The module is imported when a run uses it.
-BUILT_IN: dict[str, dict[str, str | None]] = {
-    'advantage': {
-        'none': 'stppo_jax.systems.distillation:NO_ADVANTAGE',
-        'token_gae': 'stppo_jax.algorithms.advantages:TOKEN_GAE',
-        'turn_gae': 'stppo_jax.algorithms.advantages:TURN_GAE',
-        'bad_gae': 'stppo_jax.systems.bad:BAD_GAE',
-        'group_zscore': 'stppo_jax.algorithms.advantages:GROUP_ZSCORE',
-        'group_centred': 'stppo_jax.algorithms.advantages:GROUP_CENTRED',
-        'leave_one_out': 'stppo_jax.algorithms.advantages:LEAVE_ONE_OUT',
-        'group_wins': 'stppo_jax.systems.sppo:GROUP_WINS',
-        'group_best': 'stppo_jax.systems.superhf:GROUP_BEST',
-        'token_returns': 'stppo_jax.systems.reinforce_plus_plus:TOKEN_RETURNS',
-        'turn_returns': 'stppo_jax.systems.gem:TURN_RETURNS',
-        'turn_zscore': 'stppo_jax.systems.ospo:TURN_ZSCORE',
-        'grao': 'stppo_jax.systems.grao:GRAO',
-    },
-    'ratio': dict.fromkeys(RATIOS),  # names of segments, see `correction`
-    'surrogate': {
-        'clip': 'stppo_jax.algorithms.losses:clip',
-        'cispo': 'stppo_jax.systems.cispo:cispo',
-        'dppo_tv': 'stppo_jax.systems.dppo:dppo_tv',
-        'dppo_kl': 'stppo_jax.systems.dppo:dppo_kl',
-        'square': 'stppo_jax.systems.sppo:square',
-    },
-    'objective': {
-        'surrogate': None,
-        'dpo': 'stppo_jax.systems.dpo:DPO',
-        'iterative_dpo': 'stppo_jax.systems.dpo:ITERATIVE_DPO',
-        'ipo': 'stppo_jax.systems.ipo:IPO',
-        'iterative_ipo': 'stppo_jax.systems.ipo:ITERATIVE_IPO',
-        'tdpo': 'stppo_jax.systems.tdpo:TDPO',
-        'p3o': 'stppo_jax.systems.p3o:P3O',
-        'rover': 'stppo_jax.systems.rover:ROVER',
-    },
-    'divisor': {
-        'none': 'stppo_jax.algorithms.correction:no_divisor',
-        'paper': 'stppo_jax.algorithms.correction:paper_divisor',
-        'floor': 'stppo_jax.algorithms.correction:floor_divisor',
-        'relative': 'stppo_jax.algorithms.correction:relative_divisor',
-    },
-}
+# Fields that take the name of a built-in, or a function. systems/parts.py has the names.
+COLUMNS = ('advantage', 'ratio', 'surrogate', 'objective', 'divisor')
 NEEDS = ('reference', 'uniform', 'reference_kl')  # see `RowObjective`
-VALUE_HEADS = {
-    'mse': 'stppo_jax.algorithms.losses:SQUARED_ERROR',
-    'hl_gauss': 'stppo_jax.systems.hl_gauss:BINS',
-}
-
-
-def resolve(column: str, value: str | Callable) -> Any:
-  """Returns the function of a column's value: the value itself, or the function that it names."""
-  if callable(value):
-    return value
-  names = BUILT_IN[column]
-  if value not in names:
-    raise ValueError(f'{column} {value!r} is none of {", ".join(names)}')
-  path = names[value]
-  return plugins.resolve(path) if path else None
 
 
 class TransformSpec(Protocol):
   """What transforms of a batch read of `training.state.Spec`."""
 
   @property
-  def variant(self) -> 'Variant':
+  def variant(self) -> 'BaseVariant':
     """The objective."""
 
   @property
@@ -219,27 +164,26 @@ def function_name(function: Callable) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
+class BaseVariant:
   """One objective, as choices of the few parts in which algorithms differ.
 
-  The defaults are those of Search-R1 v0.2, except for `aggregation`, which is the paper's. The
+  It knows no built-in part by its name, because these parts read it: `variants.Variant` does. The
+  defaults are those of Search-R1 v0.2, except for `aggregation`, which is the paper's. The
   section `algorithm` of a config has the same fields. A value there overrides the variant's.
   """
 
   advantage: str | Callable = setting(
-      'token_gae', 'how credit is assigned', allowed=tuple(BUILT_IN['advantage']), plugin=True)
+      'token_gae', 'how credit is assigned', plugin=True)
   ratio: str | Callable = setting(
       'token', 'which tokens share an importance ratio: the geometric mean of their ratios, or the '
       "product. 'none' is the plain policy gradient", allowed=RATIOS, plugin=True)
   surrogate: str | Callable = setting(
-      'clip', 'objective as a function of ratio and advantage',
-      allowed=tuple(BUILT_IN['surrogate']), plugin=True)
+      'clip', 'objective as a function of ratio and advantage', plugin=True)
   objective: str | Callable = setting(
       'surrogate', "the sum of the tokens' surrogates, or an objective that compares the rows of a "
-      'step, see objectives.py', allowed=tuple(BUILT_IN['objective']), plugin=True)
+      'step, see objectives.py', plugin=True)
   divisor: str | Callable = setting(
-      'none', 'clipping-bias correction: the divisor of the gradient',
-      allowed=tuple(BUILT_IN['divisor']), plugin=True)
+      'none', 'clipping-bias correction: the divisor of the gradient', plugin=True)
   norm_of: str = setting(
       'gradient', "||C|| is the norm of the 'gradient' that clipping removed, or the size of the "
       "clipped part of the 'loss'", allowed=('gradient', 'loss'))
@@ -293,7 +237,7 @@ class Variant:
   kl_horizon: float = setting(10_000.0, 'episodes over which the weight adapts', at_least=1)
   value_loss: str = setting(
       'mse', "the critic's loss: 'mse' regresses the return, 'hl_gauss' classifies it into bins "
-      '(see systems/hl_gauss.py)', allowed=tuple(VALUE_HEADS))
+      '(see systems/hl_gauss.py)')
   value_bins: int = setting(51, 'number of bins of hl_gauss', at_least=8)
   value_low: float = setting(
       -0.5, 'lower end of the bins. The range should exceed the returns by at least three bins on '
@@ -341,9 +285,14 @@ class Variant:
   log_bias: bool = setting(
       True, 'measure ||C|| for every variant, not only for those that divide by it')
 
-  def function(self, column: str) -> Callable:
+  def function(self, column: str) -> Any:
     """Returns the function of a column: the column itself, or the built-in that it names."""
-    return resolve(column, getattr(self, column))
+    value = getattr(self, column)
+    return value if callable(value) else self.built_in(column, value)
+
+  def built_in(self, column: str, name: str) -> Any:
+    """Returns the built-in part of this name: `variants.Variant` knows them."""
+    raise NotImplementedError(f'{column}={name!r} is a name: use variants.Variant')
 
   def _advantage_has(self, attribute: str) -> bool:
     return getattr(self.function('advantage'), attribute, False)
@@ -356,7 +305,7 @@ class Variant:
   @property
   def value_head(self) -> ValueHead:
     """How the critic represents values."""
-    return plugins.resolve(VALUE_HEADS[self.value_loss])
+    return self.function('value_loss')
 
   @property
   def value_labels(self) -> tuple[str, ...]:

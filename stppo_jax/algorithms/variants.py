@@ -8,8 +8,18 @@ one run, override a field (`--config.algorithm.ratio=turn`). variant.py explains
 import dataclasses
 from typing import Any
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
+from stppo_jax.systems import parts
 from stppo_jax.types import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant(BaseVariant):
+  """A row of the table, which finds its parts by their names, see variant.py for its fields."""
+
+  def built_in(self, column: str, name: str) -> Any:
+    """Returns the built-in part of this name. ValueError: there is none."""
+    return parts.find(column, name)
 
 
 @dataclasses.dataclass(frozen=True)

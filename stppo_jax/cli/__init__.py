@@ -1,6 +1,7 @@
 """The command: `main` is what run.py and the installed `stppo` call.
 
 entry.py        reads the arguments (flags.py), starts JAX, runs a mode, reports errors in one line
+command.py      what a mode reads: config, flags, signal
 modes.py        the modes, which are in the files below
 training.py     trains; sft.py imitates conversations
 policies.py     plays with a checkpoint, or writes it; serving.py serves it

@@ -4,7 +4,7 @@ import os
 
 from stppo_jax.atif import reader as reader_lib
 from stppo_jax.atif import writer as writer_lib
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.rollout import prepare
 from stppo_jax.text import tool_calls
 

@@ -4,8 +4,8 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Iterator
 
-from stppo_jax.cli.modes import Command
-from stppo_jax.cli.modes import show
+from stppo_jax.cli.command import Command
+from stppo_jax.cli.command import show
 from stppo_jax.config import DataSettings
 from stppo_jax.data import cells
 from stppo_jax.data import conversations

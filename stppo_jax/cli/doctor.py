@@ -3,7 +3,7 @@
 import platform
 
 from stppo_jax import requirements
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.config import Config
 
 

@@ -16,10 +16,10 @@ from absl import logging
 from stppo_jax.cli import config_file
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import signals
+from stppo_jax.cli.command import Command
+from stppo_jax.cli.command import show
 from stppo_jax.cli.flags import Flags
-from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
-from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
@@ -115,7 +115,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     _start_jax(flags, workdir)
   handled = signals.handled() if mode.stops else contextlib.nullcontext(NEVER)
   with handled as stop_signal:
-    code = mode.load()(Command(config, workdir, flags, parsed.operands, stop_signal))
+    code = mode.load()(Command(config, workdir, flags, parsed.operands, stop_signal, [*MODES]))
   hosts.finish()
   return code
 

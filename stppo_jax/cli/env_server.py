@@ -9,7 +9,7 @@ from absl import logging
 
 from stppo_jax.assembly import components
 from stppo_jax.cli import config_file
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 

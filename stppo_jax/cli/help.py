@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pathlib
 
 from stppo_jax import plugins
-from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
 from stppo_jax.cli.flags import Flags
@@ -67,7 +66,7 @@ def catalogue() -> str:
     first_line = docstring.partition('\n')[0]
     lines.append(f'  experiments/{path.name:25} {first_line}')
   lines += ['', 'Algorithms, for --config.algorithm.variant=NAME, and their settings:']
-  defaults = variant_lib.Variant().described()
+  defaults = variants.Variant().described()
   for name, variant in variants.VARIANTS.items():
     settings = [
         f'{field}={value}'
@@ -126,6 +125,6 @@ def section(name: str, config: Config) -> str:
 def _variant_values(config: Config) -> dict[str, object]:
   """Returns the values of the config's variant, by the paths of their settings."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
-  if not isinstance(variant, variant_lib.Variant):
+  if not isinstance(variant, variants.Variant):
     return {}
   return {f'algorithm.{name}': value for name, value in variant.described().items()}

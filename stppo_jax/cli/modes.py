@@ -5,35 +5,10 @@ reported before JAX starts.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
-import os
-import sys
-from typing import NamedTuple
 
 from stppo_jax import plugins
-from stppo_jax.cli.flags import Flags
-from stppo_jax.config import Config
-from stppo_jax.stop_signal import StopSignal
-
-
-class Command(NamedTuple):
-  """What the user has asked for."""
-
-  config: Config  # the defaults, for modes without a config
-  workdir: str
-  flags: Flags
-  operands: Sequence[str]  # words after the mode
-  stop_signal: StopSignal  # see signals.handled
-
-
-def show(text: str) -> None:
-  """Prints a long text, of which `| head` may read a part."""
-  try:
-    print(text, flush=True)
-  except BrokenPipeError:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())  # for the flush at exit
+from stppo_jax.cli.command import Command
 
 
 @dataclasses.dataclass(frozen=True)

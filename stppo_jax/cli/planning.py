@@ -2,7 +2,7 @@
 
 import jax
 
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.planning import plan as plan_lib
 from stppo_jax.planning import table
 

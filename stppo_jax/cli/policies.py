@@ -3,7 +3,7 @@
 from absl import logging
 import jax
 
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.evaluation import chat as chat_lib
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib

@@ -3,8 +3,8 @@
 import contextlib
 
 from stppo_jax.cli import compare as compare_lib
-from stppo_jax.cli.modes import Command
-from stppo_jax.cli.modes import show
+from stppo_jax.cli.command import Command
+from stppo_jax.cli.command import show
 from stppo_jax.monitoring import report as report_lib
 from stppo_jax.monitoring import viewer
 

@@ -1,6 +1,6 @@
 """The mode that serves a checkpoint."""
 
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.serving import gateway
 

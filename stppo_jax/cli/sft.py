@@ -1,6 +1,6 @@
 """The mode that trains on conversations."""
 
-from stppo_jax.cli.modes import Command
+from stppo_jax.cli.command import Command
 from stppo_jax.training import sft as sft_lib
 
 

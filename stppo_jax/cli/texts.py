@@ -2,9 +2,8 @@
 
 from stppo_jax.cli import help as help_lib
 from stppo_jax.cli import new as new_lib
-from stppo_jax.cli.modes import Command
-from stppo_jax.cli.modes import MODES
-from stppo_jax.cli.modes import show
+from stppo_jax.cli.command import Command
+from stppo_jax.cli.command import show
 
 
 def new(command: Command) -> None:
@@ -22,4 +21,4 @@ def list_all(command: Command) -> None:
 def completion(command: Command) -> None:
   """Prints the completion for a SHELL: bash or zsh."""
   (shell,) = command.operands
-  show(help_lib.completion(shell, [*MODES]))
+  show(help_lib.completion(shell, command.modes))

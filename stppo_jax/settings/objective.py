@@ -11,14 +11,15 @@ from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.settings import validation
+from stppo_jax.systems import parts
 
 
 def _has_function(variant: Variant) -> bool:
   """Returns whether a user's function may read any column."""
-  return any(callable(getattr(variant, column)) for column in variant_lib.BUILT_IN)
+  return any(callable(getattr(variant, column)) for column in variant_lib.COLUMNS)
 
 
 def _clips(variant: Variant) -> bool:
@@ -166,7 +167,8 @@ def make_variant(config: Config) -> Variant:
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
   _check_hashable(algorithm.variant, variant)
   functions = {}
-  for column, names in variant_lib.BUILT_IN.items():
+  for column in variant_lib.COLUMNS:
+    names = parts.BUILT_IN[column]
     part = getattr(variant, column)
     if isinstance(part, str) and part not in names:
       part = plugins.load(f'algorithm.{column}', part, names)
@@ -192,7 +194,7 @@ def make_variant(config: Config) -> Variant:
       )
     variant = dataclasses.replace(variant, old_logp='sampler')
   validation.check_variant(config, variant)
-  for column in variant_lib.BUILT_IN:
+  for column in variant_lib.COLUMNS:
     function = getattr(variant, column)
     if not callable(function):
       continue
@@ -208,7 +210,7 @@ def make_variant(config: Config) -> Variant:
 
 def _check_hashable(name: str, variant: Variant) -> None:
   """Refuses a field that cannot be a static part of a compiled function."""
-  for field in vars(variant).keys() - variant_lib.BUILT_IN.keys():  # functions may be any objects
+  for field in vars(variant).keys() - set(variant_lib.COLUMNS):  # functions may be any objects
     try:
       hash(getattr(variant, field))
     except TypeError:

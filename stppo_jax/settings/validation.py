@@ -17,7 +17,7 @@ import typing
 from typing import Any
 
 from stppo_jax import plugins
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import ADDRESS
 from stppo_jax.config import Config
 from stppo_jax.config import EvalSettings

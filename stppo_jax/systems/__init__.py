@@ -1,5 +1,6 @@
 """Algorithms of other papers: the parts that their rows of the table need.
 
+parts.py                 the names of all built-in parts, also of those in algorithms/
 bad.py                   GAE that discounts between turns
 cispo.py                 the clipped ratio as a weight
 dars.py                  more episodes for hard questions

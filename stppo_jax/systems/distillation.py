@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import Estimator
 from stppo_jax.algorithms.variant import TransformSpec
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 State = TypeVar('State')  # training.state.TrainState
@@ -51,7 +51,7 @@ def add_advantages(
   return state, dataclasses.replace(batch, advantages=with_teacher), metrics
 
 
-def no_advantage(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def no_advantage(batch: TurnBatch, variant: BaseVariant) -> tuple[jax.Array, jax.Array]:
   """Returns 0 for all tokens, for runs whose advantages come from a teacher alone."""
   del variant
   if batch.teacher_logp is None:

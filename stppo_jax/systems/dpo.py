@@ -11,11 +11,13 @@ from collections.abc import Callable
 import jax
 
 from stppo_jax.algorithms import objectives
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import RowObjective
-from stppo_jax.algorithms.variant import Variant
 
 
-def pair_objective(value_of: Callable[[jax.Array, Variant], jax.Array], start: str) -> RowObjective:
+def pair_objective(
+    value_of: Callable[[jax.Array, BaseVariant], jax.Array], start: str
+) -> RowObjective:
   """Returns the objective mean over pairs of value_of(h, variant), h the pair's log-ratio.
 
   h = (l - b)_best - (l - b)_worst,   b the sum of batch.<start>: 'ref_logp' or 'old_logp'
@@ -35,7 +37,7 @@ def pair_objective(value_of: Callable[[jax.Array, Variant], jax.Array], start: s
   return RowObjective(compare, needs, reads=('beta',))
 
 
-def log_sigmoid(h: jax.Array, variant: Variant) -> jax.Array:
+def log_sigmoid(h: jax.Array, variant: BaseVariant) -> jax.Array:
   """Returns log sigmoid(beta h) of the pairs' log-ratios (Rafailov et al., arXiv 2305.18290).
 
   Accelerated Preference Optimization (arXiv 2410.06293, example 3.1) uses it with b = o and

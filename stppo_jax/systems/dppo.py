@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 
 MAX_RATIO = 20.0  # as in verl
 
 
 def dppo_tv(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns DPPO's surrogate with bounds on the change of a token's probability.
 
@@ -23,7 +23,7 @@ def dppo_tv(
 
 
 def dppo_kl(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns DPPO's surrogate with bounds on the binary KL between p_old and p, in nats."""
   prob, old_prob = _probabilities(ratio, logp)

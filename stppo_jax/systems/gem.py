@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import advantages as advantages_lib
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import Estimator
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
-def turn_returns(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def turn_returns(batch: TurnBatch, variant: BaseVariant) -> tuple[jax.Array, jax.Array]:
   """Returns the return to go of each turn, whitened over the batch [B,T], twice."""
   rewards = batch.rewards
   values = jnp.zeros_like(rewards)

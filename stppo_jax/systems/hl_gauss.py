@@ -15,9 +15,9 @@ import numpy as np
 import optax
 
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import TransformSpec
 from stppo_jax.algorithms.variant import ValueHead
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 State = TypeVar('State')  # training.state.TrainState
@@ -26,7 +26,7 @@ SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bi
 MARGIN = 4 * SMOOTHING
 
 
-def values(outputs: jax.Array, variant: Variant) -> jax.Array:
+def values(outputs: jax.Array, variant: BaseVariant) -> jax.Array:
   """Returns the values [B,T] that the value head's outputs stand for.
 
   V = sum_k softmax(logits)_k c_k,   c_k the centre of bin k
@@ -43,7 +43,7 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
 
 
 def loss(
-    outputs: jax.Array, old_values: jax.Array, returns: jax.Array, variant: Variant
+    outputs: jax.Array, old_values: jax.Array, returns: jax.Array, variant: BaseVariant
 ) -> jax.Array:
   """Returns the cross-entropy [B,T] of the bins to `gaussian_targets` of the returns.
 
@@ -79,7 +79,7 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   return mass / total
 
 
-def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) -> jax.Array:
+def outside_share(returns: jax.Array, action_mask: jax.Array, variant: BaseVariant) -> jax.Array:
   """Returns the share of the agent's tokens whose return is within `MARGIN` bins of an end."""
   low, high = inner_support(variant)
   is_below = returns < low
@@ -96,7 +96,7 @@ def measure_returns(
   return state, batch, {'critic/outside_bins': outside}
 
 
-def inner_support(variant: Variant) -> tuple[float, float]:
+def inner_support(variant: BaseVariant) -> tuple[float, float]:
   """Returns the lowest and the highest return that the bins represent without an error."""
   low = variant.value_low
   high = variant.value_high
@@ -105,7 +105,7 @@ def inner_support(variant: Variant) -> tuple[float, float]:
   return low + margin, high - margin
 
 
-def labels(variant: Variant) -> tuple[str, ...]:
+def labels(variant: BaseVariant) -> tuple[str, ...]:
   """Returns a name of each bin with its edges. The config.json of a critic's folder has them."""
   edges = _edges(variant.value_low, variant.value_high, variant.value_bins)
   bins = itertools.pairwise(edges)

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from stppo_jax import types
 from stppo_jax.algorithms import advantages as advantages_lib
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import Estimator
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
-def turn_zscore(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def turn_zscore(batch: TurnBatch, variant: BaseVariant) -> tuple[jax.Array, jax.Array]:
   """Returns each turn's own reward as a z-score over the group's episodes at the same turn [B,T].
 
   A_k = (R_k - mean R_k) / std R_k,   R_k the sum of the rewards of turn k, without later rewards

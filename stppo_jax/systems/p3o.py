@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import segments
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import RowObjective
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
 def p3o(
-    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: Variant
+    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns Pairwise PPO's terms (arXiv 2310.00212, eq. 6).
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import types
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import TransformSpec
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
@@ -72,7 +72,7 @@ def normalise_scores(
 
 
 def normalise(
-    batch: TurnBatch, moments: ScoreMoments, variant: Variant
+    batch: TurnBatch, moments: ScoreMoments, variant: BaseVariant
 ) -> tuple[TurnBatch, ScoreMoments]:
   """Returns the batch with normalised rewards, and the moments with its scores.
 

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import Estimator
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
-def token_returns(batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+def token_returns(batch: TurnBatch, variant: BaseVariant) -> tuple[jax.Array, jax.Array]:
   """Returns each token's discounted return to go [B,T], twice.
 
   G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in any turn.

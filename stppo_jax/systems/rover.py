@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import RowObjective
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.types import TurnBatch
 
 
 def rover(
-    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: Variant
+    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns ROVER's terms, a regression of each token's value (authors' code).
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import advantages as advantages_lib
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variant import BaseVariant
 
 
 def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -27,7 +27,7 @@ def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
 
 
 def square(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns -(log w - A / beta)^2, which regresses the log-ratio on the advantage.
 

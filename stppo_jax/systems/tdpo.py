@@ -3,14 +3,14 @@
 import jax
 
 from stppo_jax.algorithms import objectives
+from stppo_jax.algorithms.variant import BaseVariant
 from stppo_jax.algorithms.variant import RowObjective
-from stppo_jax.algorithms.variant import Variant
 from stppo_jax.systems import dpo
 from stppo_jax.types import TurnBatch
 
 
 def tdpo(
-    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: Variant
+    outputs: objectives.TokenOutputs, batch: TurnBatch, variant: BaseVariant
 ) -> tuple[jax.Array, jax.Array]:
   """Returns TDPO2's terms (arXiv 2404.11999, `trainers.py` `tdpo_loss`).
 

@@ -19,7 +19,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.training import results
 from stppo_jax.training.state import Spec
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import types
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding

@@ -21,7 +21,7 @@ import numpy as np
 
 from stppo_jax import config as config_lib
 from stppo_jax import types
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.assembly import components
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance

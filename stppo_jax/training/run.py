@@ -16,7 +16,7 @@ from absl import logging
 import jax
 
 from stppo_jax import types
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.assembly import agents
 from stppo_jax.assembly import components
 from stppo_jax.assembly.components import Components

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding

@@ -83,7 +83,7 @@ def compile_functions(
   shardings = jax.tree.map(sharding_of, trees)
   places, tree = jax.tree.flatten(shardings)
   make: Callable = _jitted
-  for column in variant_lib.BUILT_IN:
+  for column in variant_lib.COLUMNS:
     part = getattr(spec.variant, column)
     function = getattr(part, 'function', part)
     if not isinstance(function, (str, types.FunctionType)):

@@ -9,6 +9,7 @@ import numpy as np
 
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
+from stppo_jax.systems import parts
 
 # name: (ratio level, has a critic, divides by the clipping bias)
 EXPECTED = {
@@ -53,9 +54,9 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(row.ratio, ratio)
     self.assertEqual(row.needs_critic, needs_critic)
     self.assertEqual(row.divisor != 'none', corrected)
-    self.assertIn(row.divisor, variant_lib.BUILT_IN['divisor'])
-    self.assertIn(row.advantage, variant_lib.BUILT_IN['advantage'])
-    self.assertIn(row.surrogate, variant_lib.BUILT_IN['surrogate'])
+    self.assertIn(row.divisor, parts.BUILT_IN['divisor'])
+    self.assertIn(row.advantage, parts.BUILT_IN['advantage'])
+    self.assertIn(row.surrogate, parts.BUILT_IN['surrogate'])
     self.assertIn(row.norm_of, ('gradient', 'loss'))
     self.assertEqual(row.min_advantage, 'token')
     # A z-score would divide the KL of a group with equal scores by its own small spread.
@@ -87,6 +88,19 @@ class VariantsTest(parameterized.TestCase):
     others = {'gspo': (3e-4, 4e-4), 'cispo': (1.0, 0.2), 'dppo': (0.15, 0.15), 'ospo': (0.2, 0.28)}
     expected = others.get(name, (0.2, 0.2))
     np.testing.assert_allclose((row.clip_low, row.clip_high), expected)
+
+  def test_every_name_has_its_part(self):
+    for column, names in parts.BUILT_IN.items():
+      for name, part in names.items():
+        found = variants.Variant(**{column: name}).function(column)
+        self.assertEqual(found is None, part is None, f'{column} {name}')
+        if column not in ('ratio', 'objective'):
+          with self.assertRaisesRegex(NotImplementedError, 'use variants.Variant'):
+            variant_lib.BaseVariant(**{column: name}).function(column)
+
+  def test_unknown_name_lists_the_parts(self):
+    with self.assertRaisesRegex(ValueError, "surrogate 'clop' is none of clip, cispo"):
+      variants.Variant(surrogate='clop').function('surrogate')
 
   @parameterized.parameters(('ppo', 's_ppo'), ('turn_ppo', 'st_ppo'))
   def test_correction_is_the_only_difference(self, plain, corrected):

@@ -1,6 +1,6 @@
 """The rules of config.rollout.demonstrations."""
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.types import UserError
 

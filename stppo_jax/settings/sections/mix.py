@@ -14,7 +14,7 @@ import typing
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import DataSettings
 from stppo_jax.config import EnvSettings

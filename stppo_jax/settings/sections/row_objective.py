@@ -1,6 +1,6 @@
 """The rules of algorithm.objective: an objective that compares rows."""
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.types import UserError
 

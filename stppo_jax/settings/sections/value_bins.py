@@ -1,6 +1,6 @@
 """The rules of algorithm.value_loss='hl_gauss': a critic with bins."""
 
-from stppo_jax.algorithms.variant import Variant
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.systems import hl_gauss
 from stppo_jax.types import UserError
