@@ -134,7 +134,9 @@ def main(unused_argv):
   params = supervised.train(
       decoder.init(jax.random.key(_SEED.value), config),
       config,
-      supervised.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
+      pool,
+      rows=32,
+      buckets=(48, 64, 96, 128, 192, 256, 384),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,

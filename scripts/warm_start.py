@@ -102,7 +102,9 @@ def _make(args: argparse.Namespace) -> None:
   params = supervised.train(
       decoder.init(jax.random.key(0), model),
       model,
-      supervised.batches(pool, 32, 32, (32, 64, 96, 128, 192, 256, 384, 512, 1024)),
+      pool,
+      rows=32,
+      buckets=(32, 64, 96, 128, 192, 256, 384, 512, 1024),
       steps=args.steps,
       optimizer=supervised.make_optimizer(3e-3, args.steps),
       seed=0,

@@ -50,7 +50,9 @@ def main(unused_argv):
   params = supervised.train(
       decoder.init(jax.random.key(0), config),
       config,
-      supervised.batches(pool, 128, 128, (24,)),
+      pool,
+      rows=128,
+      buckets=(24,),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

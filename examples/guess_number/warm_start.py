@@ -52,7 +52,9 @@ def main(unused_argv):
   params = supervised.train(
       decoder.init(jax.random.key(0), config),
       config,
-      supervised.batches(pool, 32, 32, (64,)),
+      pool,
+      rows=32,
+      buckets=(64,),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

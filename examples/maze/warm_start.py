@@ -55,7 +55,9 @@ def main(unused_argv):
   params = supervised.train(
       decoder.init(jax.random.key(0), config),
       config,
-      supervised.batches(pool, ROWS, ROWS, LENGTHS),
+      pool,
+      rows=ROWS,
+      buckets=LENGTHS,
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

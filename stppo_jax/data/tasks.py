@@ -258,12 +258,22 @@ def write_contents(passage: types.Passage) -> str:
   return f'"{passage.title}"\n{passage.text}'
 
 
-class TaskStream:
-  """An endless order of questions without state: resuming at update n is `take(n)`.
+def in_epochs(size: int, batch: int, seed: int, step: int) -> list[int]:
+  """Returns the indices of batch `step`, counted from 0, in an endless order without state.
 
-  Each epoch is a permutation of all tasks that depends on (seed, epoch) alone. A batch may cross
+  Each epoch is a permutation of range(size) that depends on (seed, epoch) alone. A batch may cross
   the end of an epoch.
   """
+  positions = range(step * batch, (step + 1) * batch)
+  taken: list[int] = []
+  for epoch, part in itertools.groupby(positions, lambda position: position // size):
+    order = np.random.default_rng((seed, epoch)).permutation(size)
+    taken += [int(order[position % size]) for position in part]
+  return taken
+
+
+class TaskStream:
+  """An endless order of questions without state: resuming at update n is `take(n)`."""
 
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):
     self._tasks = list(tasks)
@@ -272,15 +282,8 @@ class TaskStream:
 
   def take(self, step: int) -> list[types.Task]:
     """Returns the questions of update `step`, counted from 0."""
-    size = len(self._tasks)
-    start = step * self._batch
-    positions = range(start, start + self._batch)
-    taken = []
-    for epoch, part in itertools.groupby(positions, lambda position: position // size):
-      generator = np.random.default_rng((self._seed, epoch))
-      order = generator.permutation(size)
-      taken += [self._tasks[order[position % size]] for position in part]
-    return taken
+    indices = in_epochs(len(self._tasks), self._batch, self._seed, step)
+    return [self._tasks[i] for i in indices]
 
   def further(
       self, step: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]

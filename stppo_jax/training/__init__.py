@@ -10,5 +10,5 @@ ahead.py        compiles while the first episodes are played
 offload.py      moves the state to the host while other programs use the devices
 checkpoint.py   checkpoints; recovery.py gets a run back to where it was
 teacher.py      a teacher behind an address
-sft.py          supervised training on conversations; supervised.py has parts of it
+sft.py          supervised training on conversations; supervised.py has the step
 """

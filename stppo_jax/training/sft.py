@@ -7,7 +7,6 @@ Checkpoints hold the parameters and the moments, and the same command resumes fr
 
 import collections
 from collections.abc import Iterable
-from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -19,13 +18,10 @@ import pathlib
 import shutil
 from typing import Any
 from typing import NamedTuple
-from typing import TypedDict
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from stppo_jax import types
 from stppo_jax.algorithms import variants
@@ -50,7 +46,6 @@ from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.text import tool_calls
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
 
@@ -59,8 +54,6 @@ _WITHOUT_EFFECT = (
     'data.datasets data.max_hops placement.critic placement.optimizer placement.reference '
     'rollout.temperature train.max_nonfinite'
 )
-_SAMPLE_STEPS = 16  # steps that are packed to choose the number of bins
-_MOST_PADDING = 1.1  # times the fewest tokens that are computed with any number of bins
 _NO_CRITIC = variants.Variant(advantage='group_zscore', kl_in='none')
 _MIN_HELD_OUT = 1
 
@@ -70,14 +63,6 @@ class Pools(NamedTuple):
 
   train: list[supervised.Demonstration]
   held_out: list[supervised.Demonstration]
-
-
-class Rows(NamedTuple):
-  """The conversations of a step in their bins."""
-
-  tokens: np.ndarray  # [b,T] int32
-  mask: np.ndarray  # [b,T] float32, 1 for the assistant's tokens
-  packing: packing.Packing
 
 
 def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
@@ -254,165 +239,6 @@ def _saved_episodes(folder, tokenizer, min_score):
         yield '', episode
 
 
-def make_rows(
-    pool: Sequence[supervised.Demonstration],
-    num_rows: int,
-    micro_batch: int,
-    buckets: Sequence[int],
-    shared: bool,
-    share_prefixes: bool = False,
-) -> Rows:
-  """Packs at most `num_rows` conversations into bins. Rows of padding are in none of them."""
-  tokens = np.zeros((num_rows, buckets[-1]), np.int32)
-  mask = np.zeros((num_rows, buckets[-1]), np.float32)
-  lengths = np.zeros(num_rows, np.int32)
-  for i, row in enumerate(pool):
-    length = len(row.tokens)
-    tokens[i, :length] = row.tokens
-    mask[i, :length] = row.weights == 1
-    lengths[i] = length
-  identities = tokens if share_prefixes else None
-  return Rows(tokens, mask, packing.pack(lengths, micro_batch, buckets, shared, identities))
-
-
-def choose_bins(
-    lengths: np.ndarray,
-    order: tasks_lib.TaskStream,
-    most: int,
-    multiple: int,
-    buckets: Sequence[int],
-    shared: bool,
-) -> int:
-  """Returns the number of bins per micro-batch, at most `most` and a multiple of `multiple`.
-
-  It is the largest one that computes few tokens: at most 1.1 times as many as any other, in the
-  first steps. All bins of a micro-batch are computed, also those that hold nothing.
-  """
-  steps = [[int(task.id) for task in order.take(n)] for n in range(_SAMPLE_STEPS)]
-  num_computed = {}
-  number = multiple
-  while number <= most:
-    packings = [packing.pack(lengths[step], number, buckets, shared) for step in steps]
-    sizes = [packing.num_computed(rows, number, buckets) for rows in packings]
-    num_computed[number] = sum(sizes)
-    number *= 2
-  limit = _MOST_PADDING * min(num_computed.values())
-  return max(number for number, size in num_computed.items() if size <= limit)
-
-
-class SftState(TypedDict):
-  """The state of training on conversations, as a checkpoint holds it."""
-
-  actor: dict  # what is trained of the policy: all, or adapters
-  opt: optax.OptState
-
-
-class Trainer:
-  """The compiled step and the compiled loss of a model."""
-
-  def __init__(
-      self,
-      model: decoder.ModelConfig,
-      frozen: state_lib.Frozen,
-      optimizer: optax.GradientTransformation,
-      mesh: jax.sharding.Mesh,
-      micro_batch: int,
-      buckets: Sequence[int],
-      logp_chunk: int | None = None,
-      share_prefixes: bool = False,
-  ):
-    self.model = dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
-    self.frozen = frozen
-    self.micro_batch = micro_batch
-    self.buckets = tuple(buckets)
-    self.shared = attention.takes_segments(model.attention)
-    self.share_prefixes = share_prefixes and decoder.takes_paths(model)
-    self._optimizer = optimizer
-    self._mesh = mesh
-    self._logp_chunk = logp_chunk
-    self._step = jax.jit(self._take_step, donate_argnums=0)
-    self._loss = jax.jit(self._sum_loss)
-
-  def init(self, actor: dict) -> SftState:
-    """Returns the state of training around the parameters."""
-    shapes = jax.eval_shape(self._optimizer.init, actor)
-    make = jax.jit(self._optimizer.init, out_shardings=self._places(shapes))
-    return {'actor': actor, 'opt': make(actor)}
-
-  def step(self, state: SftState, rows: Rows) -> tuple[SftState, jax.Array]:
-    """Returns the state after an optimizer step, and the loss before it. Donates the state.
-
-    The loss is NaN if the gradient is not finite. Nothing waits for the device.
-    """
-    return self._step(state, self.frozen, self._put(rows))
-
-  def loss(self, actor: dict, pool: Sequence[supervised.Demonstration], num_rows: int) -> float:
-    """Returns the mean negative log-prob of the assistant's tokens in a pool."""
-    total = 0.0
-    count = 0.0
-    for start in range(0, len(pool), num_rows):
-      rows = self.rows(pool[start : start + num_rows], num_rows)
-      total += float(self._loss(actor, self.frozen, self._put(rows)))
-      count += float(_predicted(rows.mask).sum())
-    return total / max(count, 1)
-
-  def padding(self, rows: Rows) -> float:
-    """Returns the share of padding among the tokens that a step computes."""
-    size = packing.num_computed(rows.packing, self.micro_batch, self.buckets)
-    return 1 - packing.num_places(rows.packing) / size
-
-  def rows(self, pool: Sequence[supervised.Demonstration], num_rows: int) -> Rows:
-    """Packs conversations, see `make_rows`."""
-    share = self.share_prefixes
-    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared, share)
-
-  def _put(self, rows):
-    return hosts.put(rows, sharding.replicated(self._mesh))
-
-  def _places(self, tree):
-    return sharding.tree_shardings(tree, self._mesh)
-
-  def _micro_batch_loss(self, actor, frozen, rows, layout):
-    """Returns the sum of negative log-probs of the assistant's tokens of a micro-batch."""
-    params = frozen.policy(actor)
-    tokens = layout.pack(rows.tokens)
-    segments = layout.paths
-    if segments is None and self.shared:
-      segments = layout.segments
-    x, _ = decoder.trunk(params, self.model, tokens, segments=segments)
-    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk, layout.paths)
-    return -jnp.sum(layout.unpack(logp) * rows.mask)
-
-  def _sum(self, function, rows):
-    pieces = packing.pieces_of(self._mesh)
-    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, pieces)
-
-  def _sum_loss(self, actor, frozen, rows):
-    def one(layout):
-      return self._micro_batch_loss(actor, frozen, rows, layout)
-
-    return self._sum(one, rows)
-
-  def _take_step(self, state, frozen, rows):
-    def one(layout):
-      loss_of = jax.value_and_grad(self._micro_batch_loss)
-      loss, grads = loss_of(state['actor'], frozen, rows, layout)
-      return loss, jax.lax.with_sharding_constraint(grads, self._places(grads))
-
-    loss, grads = self._sum(one, rows)
-    count = jnp.maximum(_predicted(rows.mask).sum(), 1)
-    grads = jax.tree.map(lambda g: g / count, grads)
-    updates, opt = self._optimizer.update(grads, state['opt'], state['actor'])
-    actor = optax.apply_updates(state['actor'], updates)
-    is_finite = jnp.isfinite(optax.tree.norm(grads))
-    return {'actor': actor, 'opt': opt}, jnp.where(is_finite, loss / count, jnp.nan)
-
-
-def _predicted(mask):
-  """Returns the mask without the first column, whose tokens have no log-prob."""
-  return mask[:, 1:]
-
-
 def _run(config, workdir, pools, stop_signal):
   """Trains on the pools; returns the folder of the model."""
   mesh = sharding.mesh_of(config.mesh)
@@ -430,9 +256,8 @@ def _run(config, workdir, pools, stop_signal):
   longest = max(len(row.tokens) for row in (*pools.train, *pools.held_out))
   buckets = all_buckets[: int(np.searchsorted(all_buckets, longest)) + 1]
   model = supervised.with_kernel(models.model, config.model.attention, mesh, buckets)
-  numbers = [types.Task(str(i)) for i in range(len(pools.train))]
-  order = tasks_lib.TaskStream(numbers, batch, config.seed)
-  num_bins = choose_bins(
+  order = functools.partial(tasks_lib.in_epochs, len(pools.train), batch, config.seed)
+  num_bins = supervised.choose_bins(
       lengths,
       order,
       config.train.micro_batch,
@@ -440,7 +265,7 @@ def _run(config, workdir, pools, stop_signal):
       buckets,
       attention.takes_segments(model.attention),
   )
-  trainer = Trainer(
+  trainer = supervised.Trainer(
       model,
       models.frozen,
       supervised.make_optimizer(config.sft.lr, num_steps),
@@ -489,7 +314,7 @@ def _run(config, workdir, pools, stop_signal):
         read_loss()
         checkpoints.save(n - 1, state, {})
         return f'stopped after {n - 1} of {num_steps} steps; the same command continues'
-      chosen = [pools.train[int(number.id)] for number in order.take(n - 1)]
+      chosen = [pools.train[i] for i in order(n - 1)]
       rows = trainer.rows(chosen, batch)
       state, loss = trainer.step(state, rows)
       read_loss()  # the device computes this step while the one before is logged

@@ -1,7 +1,7 @@
-"""Parts of supervised training, and its loop for scripts that write their own rows.
+"""Supervised training: the step on packed demonstrations, and a loop for scripts.
 
-`run.py sft` (training/sft.py) uses the parts. It has its own step, because it packs conversations
-into bins, trains adapters, and resumes.
+`run.py sft` (training/sft.py) has its own loop around this step, because it trains adapters, logs
+and resumes.
 """
 
 from collections.abc import Callable
@@ -10,137 +10,252 @@ import dataclasses
 import functools
 import math
 import time
-import typing
+from typing import NamedTuple
+from typing import TypedDict
 
 from absl import logging
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 from stppo_jax import types
+from stppo_jax.data import tasks as tasks_lib
+from stppo_jax.distributed import hosts
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.text import tokenizer as tokenizer_lib
-from stppo_jax.types import UserError
+from stppo_jax.training import packing
+from stppo_jax.training import state as state_lib
 
-WINDOW = 8  # batches that are sorted by length together
+_SAMPLE_STEPS = 16  # steps that are packed to choose the number of bins
+_MOST_PADDING = 1.1  # times the fewest tokens that are computed with any number of bins
 
-Batch = tuple[np.ndarray, np.ndarray]  # (tokens int32, weights float32), both [..,B,T]
 
-
-class Demonstration(typing.NamedTuple):
-  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on the others."""
+class Demonstration(NamedTuple):
+  """One row: `weights` is 1 on the tokens to imitate (the agent's), and may be less on others."""
 
   tokens: np.ndarray  # [T] int32
   weights: np.ndarray  # [T] float32
 
 
-def make_mesh(micro_batch: int) -> jax.sharding.Mesh:
-  """Makes a mesh of all devices. UserError: rows of `--micro_batch` cannot be split over them."""
-  mesh = sharding.make_mesh(1, -1, 1)
-  if micro_batch % mesh.size:
-    raise UserError(f'--micro_batch={micro_batch}: give a multiple of the {mesh.size} devices')
-  return mesh
+class Rows(NamedTuple):
+  """The demonstrations of a step in their bins."""
+
+  tokens: np.ndarray  # [b,T] int32
+  weights: np.ndarray  # [b,T] float32
+  packing: packing.Packing
 
 
-def with_kernel(
-    config: decoder.ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
-) -> decoder.ModelConfig:
-  """Returns the model with the attention of a run: `backend` is config.model.attention."""
-  chosen = decoder.choose_attention(config, backend, mesh, lengths)
-  return dataclasses.replace(config, attention=chosen)
+class State(TypedDict):
+  """The state of supervised training, as a checkpoint holds it."""
+
+  actor: dict  # what is trained of the policy: all, or adapters
+  opt: optax.OptState
+
+
+class Trainer:
+  """The compiled step and the compiled loss of a model.
+
+  The loss is the mean negative log-prob of the tokens, weighted by the weights of the rows.
+  """
+
+  def __init__(
+      self,
+      model: decoder.ModelConfig,
+      frozen: state_lib.Frozen,
+      optimizer: optax.GradientTransformation,
+      mesh: jax.sharding.Mesh,
+      micro_batch: int,
+      buckets: Sequence[int],
+      logp_chunk: int | None = None,
+      share_prefixes: bool = False,
+  ):
+    self.model = dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
+    self.frozen = frozen
+    self.micro_batch = micro_batch
+    self.buckets = tuple(buckets)
+    self.shared = attention.takes_segments(model.attention)
+    self.share_prefixes = share_prefixes and decoder.takes_paths(model)
+    self._optimizer = optimizer
+    self._mesh = mesh
+    self._logp_chunk = logp_chunk
+    self._step = jax.jit(self._take_step, donate_argnums=0)
+    self._loss = jax.jit(self._sum_loss)
+
+  def init(self, actor: dict) -> State:
+    """Returns the state of training around the parameters."""
+    shapes = jax.eval_shape(self._optimizer.init, actor)
+    make = jax.jit(self._optimizer.init, out_shardings=self._places(shapes))
+    return {'actor': actor, 'opt': make(actor)}
+
+  def step(self, state: State, rows: Rows) -> tuple[State, jax.Array]:
+    """Returns the state after an optimizer step, and the loss before it. Donates the state.
+
+    The loss is NaN if the gradient is not finite. Nothing waits for the device.
+    """
+    return self._step(state, self.frozen, self._put(rows))
+
+  def loss(self, actor: dict, pool: Sequence[Demonstration], num_rows: int) -> float:
+    """Returns the weighted mean negative log-prob of a pool."""
+    total = 0.0
+    count = 0.0
+    for start in range(0, len(pool), num_rows):
+      rows = self.rows(pool[start : start + num_rows], num_rows)
+      total += float(self._loss(actor, self.frozen, self._put(rows)))
+      count += float(_predicted(rows.weights).sum())
+    return total / max(count, 1)
+
+  def padding(self, rows: Rows) -> float:
+    """Returns the share of padding among the tokens that a step computes."""
+    size = packing.num_computed(rows.packing, self.micro_batch, self.buckets)
+    return 1 - packing.num_places(rows.packing) / size
+
+  def rows(self, pool: Sequence[Demonstration], num_rows: int) -> Rows:
+    """Packs demonstrations, see `make_rows`."""
+    share = self.share_prefixes
+    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared, share)
+
+  def _put(self, rows):
+    return hosts.put(rows, sharding.replicated(self._mesh))
+
+  def _places(self, tree):
+    return sharding.tree_shardings(tree, self._mesh)
+
+  def _micro_batch_loss(self, actor, frozen, rows, layout):
+    """Returns the weighted sum of negative log-probs of a micro-batch."""
+    params = frozen.policy(actor)
+    tokens = layout.pack(rows.tokens)
+    segments = layout.paths
+    if segments is None and self.shared:
+      segments = layout.segments
+    x, _ = decoder.trunk(params, self.model, tokens, segments=segments)
+    logp, _ = decoder.token_logp(params, self.model, x, tokens, 1.0, self._logp_chunk, layout.paths)
+    return -jnp.sum(layout.unpack(logp) * rows.weights)
+
+  def _sum(self, function, rows):
+    pieces = packing.pieces_of(self._mesh)
+    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, pieces)
+
+  def _sum_loss(self, actor, frozen, rows):
+    def one(layout):
+      return self._micro_batch_loss(actor, frozen, rows, layout)
+
+    return self._sum(one, rows)
+
+  def _take_step(self, state, frozen, rows):
+    def one(layout):
+      loss_of = jax.value_and_grad(self._micro_batch_loss)
+      loss, grads = loss_of(state['actor'], frozen, rows, layout)
+      return loss, jax.lax.with_sharding_constraint(grads, self._places(grads))
+
+    loss, grads = self._sum(one, rows)
+    count = jnp.maximum(_predicted(rows.weights).sum(), 1)
+    grads = jax.tree.map(lambda g: g / count, grads)
+    updates, opt = self._optimizer.update(grads, state['opt'], state['actor'])
+    actor = optax.apply_updates(state['actor'], updates)
+    is_finite = jnp.isfinite(optax.tree.norm(grads))
+    return {'actor': actor, 'opt': opt}, jnp.where(is_finite, loss / count, jnp.nan)
+
+
+def _predicted(weights):
+  """Returns the weights without the first column, whose tokens have no log-prob."""
+  return weights[:, 1:]
+
+
+def make_rows(
+    pool: Sequence[Demonstration],
+    num_rows: int,
+    micro_batch: int,
+    buckets: Sequence[int],
+    shared: bool,
+    share_prefixes: bool = False,
+) -> Rows:
+  """Packs at most `num_rows` demonstrations into bins. Rows of padding are in none of them."""
+  tokens = np.zeros((num_rows, buckets[-1]), np.int32)
+  weights = np.zeros((num_rows, buckets[-1]), np.float32)
+  lengths = np.zeros(num_rows, np.int32)
+  for i, row in enumerate(pool):
+    length = len(row.tokens)
+    tokens[i, :length] = row.tokens
+    weights[i, :length] = row.weights
+    lengths[i] = length
+  identities = tokens if share_prefixes else None
+  return Rows(tokens, weights, packing.pack(lengths, micro_batch, buckets, shared, identities))
+
+
+def choose_bins(
+    lengths: np.ndarray,
+    order: Callable[[int], Sequence[int]],
+    most: int,
+    multiple: int,
+    buckets: Sequence[int],
+    shared: bool,
+) -> int:
+  """Returns the number of bins per micro-batch, at most `most` and a multiple of `multiple`.
+
+  `order` gives the rows of a step, counted from 0. The number is the largest one that computes few
+  tokens: at most 1.1 times as many as any other, in the first steps. All bins of a micro-batch are
+  computed, also those that hold nothing.
+  """
+  steps = [order(n) for n in range(_SAMPLE_STEPS)]
+  num_computed = {}
+  number = multiple
+  while number <= most:
+    packings = [packing.pack(lengths[step], number, buckets, shared) for step in steps]
+    sizes = [packing.num_computed(rows, number, buckets) for rows in packings]
+    num_computed[number] = sum(sizes)
+    number *= 2
+  limit = _MOST_PADDING * min(num_computed.values())
+  return max(number for number, size in num_computed.items() if size <= limit)
 
 
 def train(
     params: dict,
     config: decoder.ModelConfig,
-    draw: Callable[[np.random.Generator], Batch],
+    pool: Sequence[Demonstration],
     *,
+    rows: int,
+    buckets: Sequence[int],
     steps: int,
     optimizer: optax.GradientTransformation,
     seed: int,
-    mesh: jax.sharding.Mesh | None = None,
-    logp_chunk: int | None = None,
     log_every: int = 100,
 ) -> dict:
-  """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
+  """Trains on the first device, and returns the parameters. Donates `params`.
 
-  `draw(rng)` returns (tokens, weights), each [micro-batches,b,T], as `batches` makes them. Their
-  gradients are summed, so the split changes memory and never the result. Deterministic for a seed.
-  The mesh is by default the first device. Donates `params`.
+  A step has `rows` demonstrations, and no bin is longer than the last bucket. The result is
+  deterministic for a seed.
+  UserError: there are fewer demonstrations than rows, or one is longer than the last bucket.
   """
-  if mesh is None:
-    first_device = jax.devices()[:1]
-    mesh = sharding.make_mesh(1, 1, 1, first_device)
-  config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
-  place = functools.partial(sharding.tree_shardings, mesh=mesh)
-  row_sharding = NamedSharding(mesh, P(None, *sharding.ROWS))
-  differentiate = jax.value_and_grad(_sums, has_aux=True)
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, tokens, weights):
-    def accumulate(sums, micro_batch):
-      (_, imitated), grads = differentiate(params, config, *micro_batch, logp_chunk)
-      sums = optax.tree.add(sums, (imitated, grads))
-      return jax.lax.with_sharding_constraint(sums, place(sums)), None
-
-    no_grads = optax.tree.zeros_like(params)
-    zeros = (jnp.zeros(()), no_grads)
-    (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
-    total = jnp.maximum(weights.sum(), 1)
-    is_imitated = weights == 1
-    num_imitated = jnp.maximum(is_imitated.sum(), 1)
-    grads = jax.tree.map(lambda g: g / total, grads)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, imitated / num_imitated
-
-  rng = np.random.default_rng(seed)
-  params = jax.device_put(params, place(params))
-  opt_shapes = jax.eval_shape(optimizer.init, params)
-  init = jax.jit(optimizer.init, out_shardings=place(opt_shapes))
-  opt_state = init(params)
+  lengths = np.array([len(row.tokens) for row in pool])
+  if rows > len(pool) or lengths.max() > buckets[-1]:
+    raise types.UserError(
+        f'{len(pool)} demonstrations of at most {max(lengths, default=0)} tokens: at least {rows} '
+        f'of at most {buckets[-1]} are needed'
+    )
+  order = functools.partial(tasks_lib.in_epochs, len(pool), rows, seed)
+  shared = attention.takes_segments(config.attention)
+  micro_batch = choose_bins(lengths, order, rows, 1, buckets, shared)
+  mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+  trainer = Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
+  state = trainer.init(jax.device_put(params, sharding.tree_shardings(params, mesh)))
+  del params
   losses = []
   started = time.perf_counter()
   for n in range(1, steps + 1):
-    batch = jax.device_put(draw(rng), row_sharding)
-    params, opt_state, value = step(params, opt_state, *batch)
-    losses.append(value)
+    chosen = [pool[i] for i in order(n - 1)]
+    state, loss = trainer.step(state, trainer.rows(chosen, rows))
+    losses.append(loss)
     if n % log_every == 0:
       mean = np.mean(jax.device_get(losses))
       step_s = (time.perf_counter() - started) / len(losses)
-      logging.info(
-          'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s per step',
-          n,
-          steps,
-          mean,
-          step_s,
-      )
+      logging.info('warm start %d/%d: loss %.3f, %.2f s per step', n, steps, mean, step_s)
       losses = []
       started = time.perf_counter()
-  return params
-
-
-def loss(
-    params: dict,
-    config: decoder.ModelConfig,
-    batches: Sequence[Batch],
-    logp_chunk: int | None = None,
-) -> float:
-  """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
-  sums_of = functools.partial(_sums, config=config, logp_chunk=logp_chunk)
-  sums = jax.jit(sums_of)
-  total = 0.0
-  count = 0
-  for tokens, weights in batches:
-    _, imitated = sums(params, tokens=tokens, weights=weights)
-    total += float(imitated)
-    count += int((weights == 1).sum())
-  return total / count
+  return state['actor']
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
@@ -154,13 +269,12 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
   return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def _sums(params, config, tokens, weights, logp_chunk):
-  """Returns sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
-  x, _ = decoder.trunk(params, config, tokens, None)
-  logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
-  weighted = -jnp.sum(logp * weights)
-  imitated = -jnp.sum(logp * (weights == 1))
-  return weighted, imitated
+def with_kernel(
+    config: decoder.ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
+) -> decoder.ModelConfig:
+  """Returns the model with the attention of a run: `backend` is config.model.attention."""
+  chosen = decoder.choose_attention(config, backend, mesh, lengths)
+  return dataclasses.replace(config, attention=chosen)
 
 
 def encode(
@@ -196,50 +310,3 @@ def from_episode(episode: types.Episode) -> Demonstration:
   is_agent = turn_ids > 0
   weights = is_agent.astype(np.float32)
   return Demonstration(tokens[:length], weights[:length])
-
-
-def batches(
-    pool: Sequence[Demonstration], rows: int, micro_batch: int, buckets: Sequence[int]
-) -> Callable[[np.random.Generator], Batch]:
-  """Returns a function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T].
-
-  Every row is equally likely. Rows of similar length come together, which means less padding: of
-  WINDOW batches, drawn at random and sorted by length, one is taken.
-  """
-  if rows % micro_batch:
-    raise UserError(f'micro_batch={micro_batch} does not divide rows={rows}: choose a divisor')
-  if rows > len(pool):
-    raise UserError(
-        f'rows={rows}, and there are {len(pool)} demonstrations: lower it, or make more'
-    )
-  lengths = np.array([len(row.tokens) for row in pool])
-  num_batches = min(WINDOW, len(pool) // rows)
-
-  def draw(rng):
-    window = rng.choice(len(pool), num_batches * rows, replace=False)
-    order = np.argsort(lengths[window], kind='stable')
-    by_length = window[order].reshape(num_batches, rows)
-    chosen = by_length[rng.integers(num_batches)]
-    columns = pad([pool[i] for i in chosen], buckets)
-    shape = (-1, micro_batch, columns[0].shape[1])
-    return tuple(column.reshape(shape) for column in columns)
-
-  return draw
-
-
-def pad(demonstrations: Sequence[Demonstration], buckets: Sequence[int]) -> Batch:
-  """Returns (tokens, weights), both [B,T], padded on the right to the smallest bucket that fits."""
-  longest = max(len(row.tokens) for row in demonstrations)
-  length = next((bucket for bucket in buckets if bucket >= longest), None)
-  if length is None:
-    raise UserError(
-        f'a demonstration of {longest} tokens does not fit in buckets {tuple(buckets)}: '
-        'add one, or leave it out'
-    )
-  shape = (len(demonstrations), length)
-  tokens = np.zeros(shape, np.int32)
-  weights = np.zeros(shape, np.float32)
-  for row, demonstration in enumerate(demonstrations):
-    tokens[row, : len(demonstration.tokens)] = demonstration.tokens
-    weights[row, : len(demonstration.weights)] = demonstration.weights
-  return tokens, weights

@@ -1,6 +1,7 @@
 """Tests of stppo_jax.training.sft: `run.py sft`."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -98,13 +99,13 @@ class ChooseBinsTest(absltest.TestCase):
     rng = np.random.default_rng(0)
     for mean in (144, 383, 872):
       lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, 640), 8, buckets[-1]).astype(int)
-      order = tasks_lib.TaskStream([types.Task(str(i)) for i in range(640)], 32, 0)
+      order = functools.partial(tasks_lib.in_epochs, 640, 32, 0)
       for multiple in (1, 2):
-        number = sft.choose_bins(lengths, order, 64, multiple, buckets, shared=True)
+        number = supervised.choose_bins(lengths, order, 64, multiple, buckets, shared=True)
         computed = 0
         used = 0
         for n in range(20):
-          rows = lengths[[int(task.id) for task in order.take(n)]]
+          rows = lengths[order(n)]
           packed = packing.pack(rows, number, buckets)
           computed += packing.num_computed(packed, number, buckets)
           used += rows.sum()
@@ -113,9 +114,9 @@ class ChooseBinsTest(absltest.TestCase):
           self.assertLess(computed / used, 1.5)
 
   def test_all_bins_are_used_where_they_are_full(self):
-    order = tasks_lib.TaskStream([types.Task(str(i)) for i in range(64)], 32, 0)
+    order = functools.partial(tasks_lib.in_epochs, 64, 32, 0)
     lengths = np.full(64, 1000)
-    self.assertEqual(sft.choose_bins(lengths, order, 8, 1, (1024, 2048), shared=True), 8)
+    self.assertEqual(supervised.choose_bins(lengths, order, 8, 1, (1024, 2048), shared=True), 8)
 
 
 class StartTest(_Test):
@@ -281,7 +282,7 @@ class TrainerTest(_Test):
     )
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     optimizer = supervised.make_optimizer(1e-2, 10)
-    trainer = sft.Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
+    trainer = supervised.Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
     return trainer, decoder.init(jax.random.key(0), config)
 
   def pool(self):
@@ -296,15 +297,19 @@ class TrainerTest(_Test):
 
   def test_packed_loss_is_that_of_single_rows(self):
     trainer, params = self.trainer(2, (8, 16))
-    alone = [supervised.pad([row], (8,)) for row in self.pool()]
-    expected = supervised.loss(params, trainer.model, alone)
+    total = 0.0
+    for row in self.pool():
+      x, _ = decoder.trunk(params, trainer.model, row.tokens[None], None)
+      logp, _ = decoder.token_logp(params, trainer.model, x, row.tokens[None])
+      total -= float((logp[0] * row.weights).sum())
+    expected = total / sum(row.weights.sum() for row in self.pool())
     self.assertAlmostEqual(trainer.loss(params, self.pool(), 3), expected, places=5)
 
   def test_gradient_that_is_not_finite_is_reported(self):
     def loss(trainer, actor, frozen, rows, layout):
       return jnp.sqrt(0.0 * jax.tree.leaves(actor)[0].sum())  # 0, and its gradient is NaN
 
-    with mock.patch.object(sft.Trainer, '_micro_batch_loss', loss):
+    with mock.patch.object(supervised.Trainer, '_micro_batch_loss', loss):
       trainer, params = self.trainer(2, (8,))
       _, value = trainer.step(trainer.init(params), trainer.rows(self.pool(), 6))
     self.assertTrue(np.isnan(value))

@@ -9,7 +9,9 @@ import tempfile
 from unittest import mock
 
 from absl.testing import absltest
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -19,6 +21,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import prepare
 from stppo_jax.text import tokenizer as chat
+from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
 from stppo_jax.types import UserError
 
@@ -60,7 +63,7 @@ def good(task, demonstrator):
 
 class TrainTest(absltest.TestCase):
 
-  def train(self, steps, micro_batch=8, mesh=None):
+  def train(self, steps, buckets=(4, 8)):
     # Token 5 follows 3 and 4, which weigh nothing themselves.
     pool = [
         supervised.Demonstration(
@@ -72,11 +75,12 @@ class TrainTest(absltest.TestCase):
     return supervised.train(
         decoder.init(jax.random.key(0), CONFIG),
         CONFIG,
-        supervised.batches(pool, 8, micro_batch, (4, 8)),
+        pool,
+        rows=8,
+        buckets=buckets,
         steps=steps,
         optimizer=optax.adam(1e-2),
         seed=0,
-        mesh=mesh,
     )
 
   def logp(self, params):
@@ -94,20 +98,35 @@ class TrainTest(absltest.TestCase):
     a, b = (jax.device_get(self.train(3)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
-  def test_result_is_independent_of_micro_batches_and_devices(self):
-    whole = jax.device_get(self.train(3))
-    mesh = sharding.make_mesh(2, 2, 1, jax.devices()[:4])
-    split = jax.device_get(self.train(3, micro_batch=4, mesh=mesh))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, split)
+  def test_result_is_independent_of_bins(self):
+    alone, together = (jax.device_get(self.train(3, buckets)) for buckets in ((4,), (32,)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone, together)
 
-  def test_loss_is_mean_over_imitated_tokens(self):
-    params = self.train(0)
-    weights = np.array([[0.3, 0.3, 1, 0], [0, 0, 1, 1]], np.float32)
+  def test_weights_count_in_loss_and_gradient(self):
+    """The loss is the weighted mean, and a step of SGD is its gradient."""
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
-    logp = self.logp(params)  # of the same tokens
-    expected = -(logp[0, 2] + logp[1, 2] + logp[1, 3]) / 3
-    batches = [(tokens[:1], weights[:1]), (tokens[1:], weights[1:])]
-    self.assertAlmostEqual(supervised.loss(params, CONFIG, batches), expected, places=5)
+    weights = np.array([[0.3, 0.3, 1, 0], [0, 0, 0.5, 1]], np.float32)
+
+    def loss_of(params):
+      x, _ = decoder.trunk(params, CONFIG, tokens, None)
+      logp, _ = decoder.token_logp(params, CONFIG, x, tokens)
+      return -(logp * weights)[:, 1:].sum() / weights[:, 1:].sum()
+
+    params = decoder.init(jax.random.key(0), CONFIG)
+    expected, gradient = jax.value_and_grad(loss_of)(params)
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    trainer = supervised.Trainer(CONFIG, state_lib.Frozen(), optax.sgd(1.0), mesh, 1, (4, 8))
+    pool = [supervised.Demonstration(*row) for row in zip(tokens, weights)]
+    rows = trainer.rows(pool, 2)
+    state, got = trainer.step(trainer.init(jax.tree.map(jnp.copy, params)), rows)
+    self.assertAlmostEqual(float(got), float(expected), places=5)
+    moved = jax.tree.map(lambda a, b: a - b, params, state['actor'])
+    chex.assert_trees_all_close(moved, gradient, atol=1e-5)
+    self.assertAlmostEqual(trainer.loss(params, pool, 2), float(expected), places=5)
+
+  def test_too_few_or_too_long_rows_are_refused(self):
+    with self.assertRaisesRegex(UserError, '^64 demonstrations of at most 4 tokens: at least 8'):
+      self.train(1, buckets=(3,))
 
   def test_learning_rate_rises_and_falls(self):
     for steps in (1, 2, 16, 400):
@@ -120,12 +139,6 @@ class TrainTest(absltest.TestCase):
       self.assertAlmostEqual(max(sizes), 1, places=3)
       self.assertGreater(min(sizes), 0)
 
-  def test_indivisible_micro_batch_is_refused(self):
-    num = len(jax.devices())
-    self.assertEqual(supervised.make_mesh(2 * num).size, num)
-    with self.assertRaisesRegex(UserError, f'^--micro_batch={num + 1}: [^\n]* {num} devices$'):
-      supervised.make_mesh(num + 1)
-
   def test_attention_is_that_of_a_run(self):
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     chosen = lambda wanted, mesh: supervised.with_kernel(in_half, wanted, mesh, (128,)).attention
@@ -136,43 +149,6 @@ class TrainTest(absltest.TestCase):
     self.assertEqual(chosen('auto', of_gpus), 'cudnn')
     with self.assertRaisesRegex(UserError, "attention='cudnn' needs an NVIDIA GPU"):
       chosen('cudnn', mesh)
-
-
-class BatchesTest(absltest.TestCase):
-
-  def pool(self, lengths):
-    return [
-        supervised.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32)) for n in lengths
-    ]
-
-  def test_each_row_is_drawn_once(self):
-    draw = supervised.batches(self.pool(range(1, 9)), 8, 2, (8,))
-    tokens, weights = draw(np.random.default_rng(0))
-    self.assertEqual((tokens.shape, weights.shape), ((4, 2, 8), (4, 2, 8)))
-    self.assertCountEqual(tokens.max(axis=2).ravel(), range(1, 9))
-    np.testing.assert_array_equal(weights.sum(axis=2), tokens.max(axis=2))
-
-  def test_rows_of_a_batch_have_like_lengths(self):
-    draw = supervised.batches(
-        self.pool(range(1, 1 + 4 * supervised.WINDOW)), 4, 1, (4 * supervised.WINDOW,)
-    )
-    for seed in range(20):  # the window is the whole pool
-      tokens, _ = draw(np.random.default_rng(seed))
-      self.assertEqual(np.ptp(tokens.max(axis=2)), 3)
-
-  def test_every_row_is_as_likely_as_any_other(self):
-    draw, rng = supervised.batches(self.pool(range(1, 41)), 4, 4, (40,)), np.random.default_rng(0)
-    drawn = np.concatenate([draw(rng)[0].max(axis=2).ravel() for _ in range(4000)])
-    counts = np.bincount(drawn, minlength=41)[1:]  # 400 each
-    np.testing.assert_allclose(counts, 400, atol=5 * np.sqrt(400))
-
-  def test_refusals(self):
-    with self.assertRaisesRegex(UserError, '9 tokens'):
-      supervised.pad(self.pool([9]), (4, 8))
-    with self.assertRaisesRegex(UserError, 'micro_batch=3'):
-      supervised.batches(self.pool([1] * 8), 8, 3, (8,))
-    with self.assertRaisesRegex(UserError, '7 demonstrations'):
-      supervised.batches(self.pool([1] * 7), 8, 8, (8,))
 
 
 class DemonstrationsTest(absltest.TestCase):
