@@ -1,6 +1,9 @@
 """The signal with which work that can be repeated is ended early."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import signal
 import threading
 import time
 
@@ -46,3 +49,30 @@ class StopSignal:
 
 
 NEVER = StopSignal()  # for work that nothing ends
+
+
+@contextlib.contextmanager
+def interrupt_afterwards() -> Iterator[None]:
+  """Lets a Ctrl-C wait for the end of the block, for libraries that do not survive one.
+
+  A second Ctrl-C does not wait. Threads other than the main one are never interrupted.
+  """
+  handler = signal.getsignal(signal.SIGINT)
+  if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    yield
+    return
+  is_pending = False
+
+  def postpone(number, frame):
+    nonlocal is_pending
+    if is_pending:
+      handler(number, frame)
+    is_pending = True
+
+  signal.signal(signal.SIGINT, postpone)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, handler)
+    if is_pending:
+      signal.raise_signal(signal.SIGINT)

@@ -29,6 +29,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from stppo_jax import stop_signal
 from stppo_jax.distributed import hosts
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -201,7 +202,9 @@ class Checkpoints:
     if copies:
       items['copies'] = ocp.args.StandardSave(list(copies))
     try:
-      self._manager.save(updates, args=ocp.args.Composite(**items))
+      # Orbax's thread waits for what an interrupted call has not said, for minutes.
+      with stop_signal.interrupt_afterwards():
+        self._manager.save(updates, args=ocp.args.Composite(**items))
     except self._save_errors as error:
       self._fail(error)
 

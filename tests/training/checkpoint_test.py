@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import tempfile
 import threading
 from unittest import mock
@@ -13,6 +14,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import journal as journals
@@ -90,6 +92,44 @@ class ChecksumTest(CheckpointCase):
         checkpoints._fail(OSError(errno.ETIMEDOUT, 'barrier'))
       checkpoints._error = None
     self.assertEqual(os.path.exists(part), not is_writer)
+
+
+class InterruptTest(CheckpointCase):
+
+  def save(self, presses):
+    """Presses Ctrl-C `presses` times before Orbax's save, in the main thread."""
+    orbax_save = ocp.CheckpointManager.save
+
+    def interrupted(*args, **kwargs):
+      for _ in range(presses):
+        signal.raise_signal(signal.SIGINT)
+      return orbax_save(*args, **kwargs)
+
+    self.enterContext(mock.patch.object(ocp.CheckpointManager, 'save', interrupted))
+    with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+      checkpoints.save(1, STATE, {})
+
+  def test_interrupt_waits_for_the_call_that_begins_a_save(self):
+    """Orbax's thread would wait for minutes for a call that did not end."""
+    before = signal.getsignal(signal.SIGINT)
+    with self.assertRaises(KeyboardInterrupt):
+      self.save(1)
+    self.assertEqual(steps(self.workdir), [1])
+    self.assertIs(signal.getsignal(signal.SIGINT), before)
+
+  def test_second_interrupt_does_not_wait(self):
+    with self.assertRaises(KeyboardInterrupt):
+      self.save(2)
+    self.assertEqual(steps(self.workdir), [])
+
+  def test_other_threads_and_ignored_interrupts_change_nothing(self):
+    self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    self.save(1)
+    thread = threading.Thread(target=self.save, args=(0,))
+    thread.start()
+    thread.join()
+    self.assertEqual(steps(self.workdir), [1])
 
 
 class OtherProcessTest(CheckpointCase):
