@@ -3,9 +3,11 @@
 import ast
 from collections.abc import Iterable
 from collections.abc import Mapping
+import contextlib
 import io
 import itertools
 import math
+import re
 import tokenize
 from typing import Any
 
@@ -15,6 +17,28 @@ _MOST_SHOWN = 12  # columns in a message
 _MOST_CHARS = 300  # characters of a row in a message
 _TRUE = ('true', '1', '1.0', 'yes', 't')
 _FALSE = ('false', '0', '0.0', 'no', 'f')
+# Names of columns that may mark bad rows, and the value that does.
+_MARKS = (
+    (
+        re.compile(
+            '(?<!in)correct|success|solved|passed|accepted|verified|(?<!in)valid|good|approved'
+            '|keep|include|chosen|thumbs|quality|accuracy|score|reward|rating'
+        ),
+        False,
+    ),
+    (
+        re.compile(
+            'incorrect|invalid|bad|fail|reject|wrong|exclude|ignore|skip|flagged|refusal|toxic'
+            '|harmful|hallucination|truncated|error'
+        ),
+        True,
+    ),
+)
+_BAD_TEXT = re.compile(
+    'incorrect|invalid|wrong|bad|poor|fail(ed|ure)?|reject(ed)?|undesirable' '|un(re)?solved|error',
+    re.IGNORECASE,
+)
+_NO_ERROR = ('', 'no', 'none', 'null', 'nan', 'ok', 'no error', *_FALSE)
 
 
 def listed(columns: Iterable[str]) -> str:
@@ -54,6 +78,27 @@ def flag(name: str, value: object) -> bool:
   raise ValueError(
       f'column {name!r} is {types.shown(value)}: true or false is needed, also as 1, 0 or a text'
   )
+
+
+def is_error(value: object) -> bool:
+  """Returns whether a cell tells of an error, and not that there was none."""
+  return bool(value) and str(value).strip().lower() not in _NO_ERROR
+
+
+def marks_bad(name: str, value: object) -> bool:
+  """Returns whether the cell of a column that is not read may say that its row is bad."""
+  if is_null(value):
+    return False
+  name = name.lower()
+  if isinstance(value, str) and _BAD_TEXT.fullmatch(value.strip()):
+    return True
+  if isinstance(value, str) and 'error' in name:
+    return is_error(value)
+  for pattern, bad in _MARKS:
+    with contextlib.suppress(ValueError):
+      if pattern.search(name) and flag(name, value) is bad:
+        return True
+  return False
 
 
 def parsed(text: str) -> Any:

@@ -16,7 +16,6 @@ episode. Contexts and turns are encoded apart, as the run encodes prompts and ob
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -75,11 +74,13 @@ _WHOLE = ('messages', 'conversations', 'conversation', 'trajectory')
 _PAIR = ('prompt', 'completion')
 # Columns that are false for a row not to imitate: TRL and LLaMA-Factory; SWE-agent.
 _FLAGS = ('label', 'kto_tag', 'target', 'resolved')
-# Names of columns that may mark bad rows and are not read, and the value that does.
-_OTHER_FLAGS = (
-    (re.compile('(?<!in)correct|success|solved|passed|accepted|verified|valid|good'), False),
-    (re.compile('incorrect|bad|fail|reject|wrong'), True),
-)
+# Names that may mask turns. Only the keys that `_is_masked` reads have a known meaning.
+_MASK_NAME = re.compile('mask|weight|(?<![a-z])(loss|train|learn)')
+_MASKS = ('weight', 'loss', 'train', 'training')
+_CONTENTS = ('content', 'value', 'text', 'system_prompt')
+_THOUGHTS = ('thinking', 'reasoning', 'reasoning_content')
+# Keys of a message that are read.
+_KEYS = (*_MASKS, *_CONTENTS, *_THOUGHTS, 'role', 'from', 'name', 'tool_calls', 'function_call')
 _NO_COLUMNS: Mapping[str, str] = types_lib.MappingProxyType({})
 
 
@@ -183,12 +184,11 @@ def _holds_messages(value):
 
 
 def _marks_bad(name, value):
-  """Returns whether a column that is not read says that its row is bad."""
-  for pattern, bad in _OTHER_FLAGS:
-    with contextlib.suppress(ValueError):
-      if pattern.search(name.lower()) and cells.flag(name, value) is bad:
-        return True
-  return False
+  """Returns whether a column that is not read may say that its row or a part of it is bad."""
+  is_masking = bool(_MASK_NAME.search(name.lower())) and not isinstance(value, str)
+  if is_masking and ('mask' in name.lower() or value != 1):  # 1 may also mask a turn
+    return True
+  return cells.marks_bad(name, value)
 
 
 def _named_fields(fields, columns):
@@ -213,8 +213,7 @@ def _nested(fields, name):
 
 def _check_flags(fields, min_reward):
   """Raises Unusable for a row that is marked as bad. ValueError: a mark is of another kind."""
-  error = fields.get('error')
-  if error and str(error).strip().lower() not in ('false', '0', 'none', 'null'):
+  if cells.is_error(fields.get('error')):
     raise Unusable('an error')
   reward = fields.get('reward')
   if reward not in (None, ''):
@@ -320,8 +319,8 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
   if role not in _KNOWN_ROLES:
     allowed = ', '.join((*_KNOWN_ROLES, *_ROLES))
     raise ValueError(f'column {name!r} has the role {shown(own_role)}: allowed are {allowed}')
-  keys = ('content', 'value', 'text', 'system_prompt')
-  content = _content(name, next((raw[key] for key in keys if raw.get(key) is not None), None))
+  contents = (raw[key] for key in _CONTENTS if raw.get(key) is not None)
+  content = _content(name, next(contents, None))
   message: Message = {'role': role, 'content': content}
   calls = _parsed(raw.get('tool_calls'))
   if own_role in ('function_call', 'tool_call'):  # the call is the text
@@ -333,9 +332,9 @@ def _message(name: str, raw: Mapping[str, Any], is_trained: bool) -> Message:
     calls = [older]
   if calls:
     message['tool_calls'] = [_call(name, call) for call in calls]
-  for extra in ('thinking', 'reasoning', 'reasoning_content', 'tool_call_id', 'name'):
+  for extra in (*_THOUGHTS, 'tool_call_id', 'name'):
     if isinstance(raw.get(extra), str) and raw[extra]:
-      message['reasoning_content' if extra in ('thinking', 'reasoning') else extra] = raw[extra]
+      message['reasoning_content' if extra in _THOUGHTS else extra] = raw[extra]
   is_empty = not message['content'].strip() and not calls
   if role == 'assistant' and is_trained and not is_empty:
     message['trained'] = _is_imitated(name, raw)
@@ -348,11 +347,17 @@ def _is_imitated(name, raw):
   parts = parts if isinstance(parts, list) else []
   if raw.get('train_detail') or any(map(_is_masked, parts)):
     raise ValueError(f'column {name!r} masks a part of a turn: only whole turns can be masked')
+  for key, value in raw.items():
+    if key not in _KEYS and value is not None and _marks_bad(key, value):
+      raise ValueError(
+          f'column {name!r} has a turn with {key}={shown(value)}, which is not read and may mark '
+          "it as bad: write 'weight': 0 into the turns not to imitate, and leave the key out"
+      )
   return not _is_masked(raw)
 
 
 def _is_masked(raw):
-  names = [name for name in ('weight', 'loss', 'train', 'training') if raw.get(name) is not None]
+  names = [name for name in _MASKS if raw.get(name) is not None]
   return not all(cells.flag(name, raw[name]) for name in names)
 
 

@@ -329,12 +329,35 @@ class ReadTest(_Test):
       self.read(row)
 
   @parameterized.parameters(
-      {'is_correct': False}, {'success': 0}, {'passed': 'false'}, {'rejected': True}
+      {'is_correct': False},
+      {'success': 0},
+      {'passed': 'false'},
+      {'rejected': True},
+      {'keep': False},
+      {'exclude': 1},
+      {'score': 0},
+      {'status': 'failed'},
+      {'preference': 'Rejected'},
+      {'error_message': 'Boom'},
+      {'sample_weight': 0.5},
+      {'loss_mask': [0, 1]},
   )
   def test_unread_mark_of_bad_rows_is_refused(self, **field):
     with self.assertRaisesRegex(types.UserError, 'may mark rows not to imitate.*--config.data.col'):
       self.read({'messages': _MESSAGES} | field)
-    self.check(self.read({'messages': _MESSAGES, 'redacted': False}))
+    harmless = {'redacted': False, 'status': 'done', 'error': 'no', 'constraints': [1, 2]}
+    self.check(self.read({'messages': _MESSAGES} | harmless))
+
+  @parameterized.parameters(
+      {'mask': True}, {'loss_mask': 1}, {'trainable': False}, {'ignore': 'true'}, {'correct': 0}
+  )
+  def test_unread_mark_of_a_turn_is_refused(self, **field):
+    messages = [dict(message) for message in _MESSAGES]
+    messages[4] |= field
+    with self.assertRaisesRegex(types.UserError, "may mark it as bad: write 'weight': 0"):
+      self.read({'messages': messages})
+    messages[4] = _MESSAGES[4] | {'id': 'a', 'refusal': None, 'created': 1, 'mask': None}
+    self.check(self.read({'messages': messages}))
 
   def test_named_columns_override_all_guessing(self):
     row = {
