@@ -217,6 +217,7 @@ def forward_functions(name, pieces=None):
 class ModelTest(parameterized.TestCase):
 
   @parameterized.parameters(*MODELS)
+  @pytest.mark.slow_after(2)
   def test_outputs_and_gradients_equal_rows_alone(self, name):
     params, alone, together = forward_functions(name)
     shared = 0
@@ -284,7 +285,7 @@ class UpdateTest(parameterized.TestCase):
       ('st_ppo', (24, 48), 2, SHARED_TRUNK),
       ('ppo', (48,), 2, HL_GAUSS),
   )
-  @pytest.mark.slow_after(2)
+  @pytest.mark.slow_after(1)
   def test_step_equals_that_of_rows_alone(self, variant, lengths, micro_batch, options):
     mesh = update_test.one_device()
     alone = take_step(update_test.make_spec(variant, **options), mesh)
