@@ -6,6 +6,7 @@ different answers, the error says how to name the columns.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import fnmatch
 import itertools
@@ -27,7 +28,7 @@ OWN = SetLayout(
     'docs/data.md',
     'question',
     {'answers': 'text'},
-    ignores=('answer', 'options', 'options.*', 'gold', 'steps'),
+    ignores=('answer', 'options', 'options.*', 'gold', 'steps', 'hops'),
 )
 
 
@@ -172,7 +173,8 @@ class _Check:
         1 + 2 * bool(layout.options) + len(layout.answers) - bool(layout.flag)
     )
     self.options = values_lib.option_columns(layout, profile.names)
-    unread = () if is_certain else _unread(layout, profile, self.options)
+    unread = [] if is_certain else _unread(layout, profile, self.options)
+    self.unread = unread
     self.guests = [name for name in unread if profile_lib.may_name_answer(name)]
     self.guests = [name for name in self.guests if not profile.facts[name].is_prose]
     self.lists: list[tuple[str, ...]] = [
@@ -186,7 +188,11 @@ class _Check:
 
   def add(self, number: int, fields: Mapping[str, object]) -> None:
     """Looks at a row. Raises Misfit or ValueError."""
-    raise NotImplementedError
+    for name in self.unread:
+      value = values_lib.get(fields, name)
+      is_answer = profile_lib.is_answer_name(name) and not isinstance(value, bool)
+      if not is_answer and not profile_lib.is_share(name) and cells.marks_bad(name, value):
+        raise Misfit(number, f'column {name!r} is {shown(value)}, and may mark a wrong answer')
 
   def reading(self) -> Reading:
     """Returns how the file is read. Raises Misfit."""
@@ -297,6 +303,7 @@ class _ChoiceCheck(_Check):
     self._last: dict[str, tuple[int, str]] = {}  # by column, the row that ends its last kind
 
   def add(self, number, fields):
+    super().add(number, fields)
     choice = values_lib.choice_of(self.layout, fields, self.options)
     self._compare_lists(fields, choice)
     letters: dict[tuple[str, str], str] = {}
@@ -419,6 +426,9 @@ class _TextCheck(_Check):
     self._num_answers = 0
     self._num_bare = 0  # letters and numbers, which may name an option
     self._num_lists = 0  # rows with several answers
+    # By column, rows in which it may say which of several answers is right.
+    self._num_choosing: dict[str, int] = {}
+    self._num_hidden = 0  # rows whose answer may name an option within an unread text
     self._num_in: dict[tuple[str, ...], int] = {}  # by columns, rows whose answer is one of them
     self._num_truths = 0
     self._flags: dict[str, set[bool]] = {}  # by question
@@ -431,6 +441,7 @@ class _TextCheck(_Check):
       values_lib.check_state(fields)
     except values_lib.Unanswerable:
       return
+    super().add(number, fields)
     value = values_lib.get(fields, next(iter(layout.answers)))
     is_truth = layouts.TRUTH in layout.answers.values()
     if is_truth and isinstance(value, str) and not self._is_table:
@@ -451,6 +462,10 @@ class _TextCheck(_Check):
     self._num_truths += answers[0].lower() in ('true', 'false')
     self._num_bare += bool(profile_lib.BARE.fullmatch(answers[0]))
     self._num_lists += len(answers) > 1
+    for name in self.unread:
+      if _chooses(values_lib.get(fields, name), answers):
+        self._num_choosing[name] = self._num_choosing.get(name, 0) + 1
+    self._num_hidden += len(answers) == 1 and self._may_be_hidden(fields, answers[0])
     for columns in self.lists:
       cell = [values_lib.get(fields, name) for name in columns]
       texts = cell if len(columns) > 1 else values_lib.texts_in(cell[0])
@@ -460,6 +475,18 @@ class _TextCheck(_Check):
       value = values_lib.get(fields, name)
       if not values_lib.is_empty(value):
         self._compare(number, name, value, answers)
+
+  def _may_be_hidden(self, fields, answer):
+    """Returns whether an answer may name one of the texts in the columns that are not read."""
+    cells_of_row = {name: values_lib.get(fields, name) for name in self.unread}
+    columns = [name for name, text in cells_of_row.items() if isinstance(text, str)]
+    if answer in columns:
+      return True
+    if any(profile_lib.OPTION_NAME.search(name.lower()) for name in columns):
+      return bool(profile_lib.BARE.fullmatch(answer))
+    is_letter = bool(re.fullmatch(r'\(?[A-J]\)?', answer))
+    question = str(values_lib.get(fields, self.layout.question))
+    return is_letter and bool(columns) and not profile_lib.has_letters(question)
 
   def _compare(self, number, name, value, answers):
     """Compares an answer with the value of a column that may name another one."""
@@ -494,6 +521,12 @@ class _TextCheck(_Check):
       if self._is_other_answer(guest):
         message = f'columns {name!r} and {guest!r} may both be the answer, as in {complaint}'
         raise Misfit(row, message)
+    for column, num_rows in self._num_choosing.items():
+      if num_rows == self._num_answers:
+        message = f'column {column!r} may say which one of the answers in {name!r} is right'
+        raise Misfit(number, message)
+    if self._num_answers and self._num_hidden == self._num_answers:
+      raise Misfit(number, f'column {name!r} may name an option in a column that is not read')
     for columns in self.lists:
       is_named = self._num_answers and self._num_bare == self._num_answers
       if is_named or self._num_answers and self._num_in.get(columns) == self._num_answers:
@@ -511,6 +544,20 @@ class _TextCheck(_Check):
       return not is_scalar or self._in_range[guest] or self._in_list[guest]
     is_flag = 'label' in profile_lib.words_of(guest) and self._in_range[guest]
     return is_flag or facts.num > facts.num_ids + facts.num_numbers
+
+
+def _chooses(value: object, answers: Sequence[str]) -> bool:
+  """Returns whether a value may say which one of several answers is right."""
+  if len(answers) < 2:
+    return False
+  value = values_lib.value_of(value)
+  if isinstance(value, list):  # a number or a truth for each
+    return len(value) == len(answers) and types.is_of(value, list[float | int | bool])
+  if isinstance(value, str) and value in answers:
+    return True
+  position = values_lib.whole(value)
+  is_letter = isinstance(value, str) and bool(re.fullmatch('[A-Ja-j]', value))
+  return is_letter or position is not None and 0 <= position <= len(answers)
 
 
 class _OwnCheck(_TextCheck):

@@ -42,7 +42,8 @@ COMMON = (*IDS, *SPLITS, *DATASETS, *FACTS, *STEPS, *IMAGES, *values_lib.STATES,
 # The name of a column that may hold the answer, whatever its values are.
 _ANSWER_NAME = re.compile(
     r'answer|correct|truth|solution|gold|target|expected|referenc|respons|predict'
-    r'|(?<![a-z])(span|ans|right|output|completion|result|final|reply)(?![a-z])'
+    r'|(?<![a-z])(span|ans|right|output|completion|result|final|reply|revised|chosen|best|winner|gt'
+    r'|human$)(?![a-z])'
 )
 
 OPTION_NAME = re.compile('option|choice|candidate|alternative|distractor|ending|incorrect|wrong')
@@ -64,7 +65,14 @@ _CONTEXT_WORDS = frozenset(
     'review tweet email schema stimulus situation'.split()
 )
 
+_SHARE_WORDS = frozenset('rate rates percentage ratio share num number count counts'.split())
+
 _NAME_WORDS = frozenset('id ids title name number index key'.split())
+
+_NUMERALS = (
+    ('one', 'two', 'three', 'four', 'five'),
+    ('first', 'second', 'third', 'fourth', 'fifth'),
+)
 
 _MEDIA_WORDS = frozenset('image images picture video audio figure diagram photo'.split())
 
@@ -208,6 +216,16 @@ def is_answer_name(name: str) -> bool:
   return bool(_ANSWER_NAME.search(last)) and not _is_about(name)
 
 
+def is_share(name: str) -> bool:
+  """Returns whether a column counts something, as the share of a model's answers."""
+  return not _SHARE_WORDS.isdisjoint(words_of(name))
+
+
+def has_letters(text: str) -> bool:
+  """Returns whether a text shows options with the letters A and B before them."""
+  return all(re.search(rf'(?<!\w)\(?{letter}[).:]', text) for letter in 'AB')
+
+
 def _is_about(name):
   words = words_of(name)
   return bool(words) and words[-1] in _ABOUT_WORDS
@@ -231,7 +249,7 @@ def may_be_context(name: str, facts: ColumnFacts) -> bool:
 
 
 def rows_of_columns(names: Sequence[str], present: Sequence[str]) -> list[tuple[str, ...]]:
-  """Returns the rows of columns such as a0, a1, a2 or opA, opB, which may hold options.
+  """Returns the rows of columns such as a0, a1, a2, opA, opB or one, two, which may hold options.
 
   At least two columns of a row are among the `present` ones.
   """
@@ -243,4 +261,9 @@ def rows_of_columns(names: Sequence[str], present: Sequence[str]) -> list[tuple[
       columns = tuple(row)
       if len(set(columns) & set(present)) > 1:
         rows.append(columns)
+  for numerals in _NUMERALS:
+    ends = {(words_of(name) or [''])[-1]: name for name in names}
+    columns = tuple(ends[numeral] for numeral in numerals if numeral in ends)
+    if len(set(columns) & set(present)) > 1:
+      rows.append(columns)
   return rows

@@ -20,6 +20,7 @@ DECISIONS = ('yes', 'no', 'maybe')
 _UNANSWERABLE = {'answerable': False, 'is_impossible': True}
 ALIASES = 'answer_aliases'
 STATES = tuple(_UNANSWERABLE)
+_LABEL = re.compile(r'\s*\(?([A-Za-z])(?:\)|[.:]\s)')  # before the text of an option
 _SPAN_KEYS = {'text', 'answer_start', 'answer_end', 'tokens'}  # others may say that one is wrong
 
 
@@ -78,9 +79,16 @@ def texts_in(value: object) -> list[str]:
   if isinstance(value, dict):
     value = list(value.values())
   if types.is_of(value, list[dict]):
-    value = [item.get('text', item.get('value')) for item in value]
+    value = [_text_of_object(item) for item in value]
   texts = [_text_of_number(item) for item in value]
   return texts if types.is_of(texts, list[str]) else []
+
+
+def _text_of_object(item):
+  """Returns the text of an object in a list: under its usual name, or the last one."""
+  text = item.get('text', item.get('value'))
+  others = [other for other in item.values() if isinstance(other, str)]
+  return others[-1] if text is None and others else text
 
 
 def whole(value: Any) -> int | None:
@@ -153,15 +161,24 @@ def _by_letter(value: object) -> object:
   """Returns options by their letters, if two lists or a list of objects write them (ARC, MedQA)."""
   if isinstance(value, dict) and isinstance(value.get('text'), list):
     labels = value.get('label') or LETTERS[: len(value['text'])]
-    return dict(zip(labels, value['text'], strict=True))
-  if isinstance(value, list) and types.is_of(value, list[dict]):
+    pairs = list(zip(labels, value['text'], strict=True))
+  elif isinstance(value, list) and types.is_of(value, list[dict]):
     pairs = [(item.get('key', item.get('label')), item) for item in value]
-    return {key: item.get('value', item.get('text')) for key, item in pairs}
-  return value
+    pairs = [(key, item.get('value', item.get('text'))) for key, item in pairs]
+  else:
+    return value
+  options = dict(pairs)
+  if len(options) < len(pairs):
+    raise ValueError(f'{shown(value)}: each option needs a letter of its own')
+  return options
 
 
 def _lettered(texts):
   """Returns the options of texts in the order of letters. A text may be None."""
+  labels = [_LABEL.match(text or '') for text in texts]
+  own = [label[1].upper() for label in labels if label]
+  if len(set(own)) == len(texts) and own != list(LETTERS[: len(texts)]):
+    raise ValueError(f'the options have the letters {cells.listed(own)}, in another order')
   present = {letter: text for letter, text in zip(LETTERS, texts) if text is not None}
   return RowOptions(present, list(LETTERS[: len(texts)]), {})
 

@@ -129,7 +129,8 @@ LAYOUTS = (
            {'answer.value': 'text', 'answer.aliases': 'text'}, ignores=_ARTICLES),
     SetLayout('TriviaQA of the authors', 'nlp.cs.washington.edu/triviaqa', 'Question',
            {'Answer.Value': 'text', 'Answer.Aliases': 'text'}, ignores=('Answer.*', *_ARTICLES)),
-    SetLayout('PopQA', _HUB + 'akariasai/PopQA', 'question', {'possible_answers': 'text'}),
+    SetLayout('PopQA', _HUB + 'akariasai/PopQA', 'question', {'possible_answers': 'text'},
+           ignores=('obj', 'o_*', '*_pop')),
     SetLayout('WikiQA', _HUB + 'microsoft/wiki_qa', 'question', {'answer': 'text'}, flag='label'),
     # Prompts of training sets.
     SetLayout('verl, Search-R1', 'verl.readthedocs.io', 'question',

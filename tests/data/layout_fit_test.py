@@ -164,6 +164,7 @@ class RandomFileTest(_FileTest):
 
 _O = ['w', 'x', 'y', 'z']
 _DICT = dict(zip('ABCD', _O))
+_OBJECTS = [{'option': letter, 'content': text} for letter, text in zip('BA', 'xw')]
 _ARC = {'text': _O, 'label': ['A', 'B', 'C', 'D']}
 _BY_COLUMN = {'a0': 'w', 'a1': 'x', 'a2': 'y'}
 
@@ -374,6 +375,11 @@ class LayoutTest(_FileTest):
           '3',
       ),
       ('same_answer_twice', {'question': 'q', 'answer': 'a', 'extra_info': {'answer': 'A'}}, 'a'),
+      ('letter_of_the_question', {'question': 'q A) w B) x', 'answer': 'B', 'topic': 't'}, 'B'),
+      ('no_error', {'question': 'q', 'answer': 'a', 'error_type': 'ok', 'valid': True}, 'a'),
+      ('solve_rate', {'question': 'q', 'answer': 'a', 'success_rate': 0.0}, 'a'),
+      ('popqa', {'question': 'q', 'possible_answers': '["a", "b"]', 'obj': 'a'}, 'a', 'b'),
+      ('hops', {'question': 'q', 'answers': ['a', 'b'], 'hops': 2, 'year': 1999}, 'a', 'b'),
       ('set_of_sets', {'question': 'q', 'answer': '{{1,2},{3}}'}, '{{1,2},{3}}'),
   )
   def test_text(self, row, *answers):
@@ -387,7 +393,29 @@ class LayoutTest(_FileTest):
       ('answers_and_number', {'question': 'q', 'answers': _O, 'answer': 2}),
       ('answers_and_correct', {'question': 'q', 'answers': _O, 'correct': 'B'}),
       ('answers_and_label', {'question': 'q', 'answers': _O, 'label': 2}),
+      ('answers_and_votes', {'question': 'q', 'answers': _O, 'votes': [1, 5, 2, 0]}),
+      ('answers_and_shares', {'question': 'q', 'answers': _O, 'weights': [0.1, 0.7, 0.2, 0.0]}),
+      ('answers_and_class', {'question': 'q', 'answers': _O, 'class': 2}),
+      ('answers_and_letter', {'question': 'q', 'answers': _O, 'marked': 'C'}),
+      ('answers_and_text', {'question': 'q', 'answers': _O, 'picked': 'x'}),
       ('possible_answers', {'question': 'q', 'possible_answers': _O, 'answer': 'x'}),
+      ('options_in_a_text', {'question': 'q', 'answer': 'B', 'note': 'A) w B) x'}),
+      ('options_in_lines', {'question': 'q', 'answer': '2', 'options': 'w\nx\ny'}),
+      ('options_by_numerals', {'question': 'q', 'answer': 2, 'first': 'w', 'second': 'x'}),
+      ('name_of_a_column', {'question': 'q', 'answer': 'op2', 'op1': 'w', 'op2': 'x'}),
+      ('options_as_objects', {'question': 'q', 'options': _OBJECTS, 'answer': 'A'}),
+      ('letters_in_options', {'question': 'q', 'options': ['B. x', 'A. w'], 'answer': 'A'}),
+      ('letters_in_brackets', {'question': 'q', 'options': ['(B)x', '(A)w'], 'answer': 'A'}),
+      (
+          'letter_twice',
+          {'question': 'q', 'choices': {'text': _O, 'label': list('AABC')}, 'answerKey': 'A'},
+      ),
+      ('invalid', {'question': 'q', 'answer': 'a', 'valid': False}),
+      ('not_verified', {'question': 'q', 'answer': 'a', 'human_verified': 'no'}),
+      ('not_passed', {'question': 'q', 'options': _O, 'answer': 'A', 'passed': 0}),
+      ('error_of_a_row', {'question': 'q', 'answer': 'a', 'error_type': 'wrong groundtruth'}),
+      ('verdict', {'question': 'q', 'answer': 'a', 'verdict': 'incorrect'}),
+      ('revised', {'question': 'q', 'answer': 'a', 'revised': 'b'}),
       ('blood_groups', {'question': 'q', 'choices': ['O', 'A', 'B', 'AB'], 'answer': 'B'}),
       ('articles', {'question': 'q', 'choices': ['an', 'the', 'a', '(none)'], 'answer': 'a'}),
       ('languages', {'question': 'q', 'choices': ['Ada', 'Lisp', 'Fortran', 'C'], 'answer': 'C'}),
