@@ -38,6 +38,7 @@ _OPEN_THOUGHT = re.compile(r'\s*<think>')
 _SPACE = re.compile(r'\s*')
 _FENCE = re.compile(r'\s*```')
 _LANGUAGE = re.compile(r'\w*\s')  # after the start of a code fence
+_NAMING_KEYS = {'name', 'type', 'id'}  # keys of a call besides its arguments
 _MAX_DEPTH = 3  # limit on the search for types in a schema
 _MAX_PARTS = 16  # limit on its alternatives
 AUTO = 'auto'  # the form in which the chat template shows calls
@@ -250,11 +251,10 @@ class QwenXml(Form):
       if not parameter or close < 0:
         error = f'</parameter> or </function> is missing: {_show(body[end:])}'
         return Call(name, arguments, error), len(body)
-      next_tag = body.find('\n<parameter=', value_start, close)
       end = close + len('</parameter>')
-      if next_tag >= 0:  # the closing tag was left out
-        close = next_tag
-        end = next_tag
+      if left_out := _LEFT_OUT.search(body, value_start, close):
+        close = left_out.start()
+        end = close
       value = body[value_start:close].removeprefix('\n').removesuffix('\n')
       arguments[parameter] = _typed(value, schemas.get(parameter), root)
 
@@ -627,6 +627,8 @@ _TYPE_NAMES: dict[type, str] = {
 }
 _PYTHON_NAMES = {'True': 'true', 'False': 'false', 'None': 'null'}
 _VALUE_END = re.compile('</parameter>|(?=<parameter=)|(?=</?function[=>])')
+# What follows a value without its closing tag: a parameter, or the end of a call and the next call.
+_LEFT_OUT = re.compile(r'\n<parameter=|</function>\s*(?:</tool_call>\s*<tool_call>\s*)?<function=')
 _NAMED_TAG = re.compile(r'<(function|parameter)=([^<>\n]+)>')
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
@@ -664,6 +666,9 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
   if not isinstance(name, str) or not name:
     return Call('', {}, f'a JSON object with a "name" is needed: {_show(text)}')
   present = [value[key] for key in keys if key in value]
+  others = value.keys() - _NAMING_KEYS
+  if others and not present:  # the arguments may be under one of these
+    return Call(name, {}, f'"{keys[0]}" is missing: {_show(text)}')
   arguments = next(iter(present), None) or {}
   try:
     if isinstance(arguments, str):

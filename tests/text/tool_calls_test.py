@@ -160,6 +160,9 @@ class ParseTest(parameterized.TestCase):
       ('hermes', '<tool_call>["now"]</tool_call>', 'a "name" is needed'),
       ('hermes', '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '"arguments" must be'),
       ('hermes', '<tool_call>{"name": "wait", "arguments": {"seconds": NaN}}', 'NaN is no JSON'),
+      ('hermes', '<tool_call>{"name": "now", "argument": {}}</tool_call>', '"arguments" is miss'),
+      ('hermes', '<tool_call>{"name": "wait", "seconds": 1}</tool_call>', '"arguments" is missing'),
+      ('llama3', '{"name": "wait", "seconds": 1}', '"parameters" is missing'),
       ('hermes', '<tool_call>' + '[' * 10**5, 'not JSON .*(recursion|overflow)'),
       ('hermes', '<tool_call>' + '1' * 10**5, 'not JSON'),
       ('qwen_xml', '<tool_call>{"name": "now"}</tool_call>', 'is needed: {"name"'),
@@ -233,6 +236,24 @@ class ParseTest(parameterized.TestCase):
       self.assertEqual(parse('qwen_xml', open_block)[1], (SUM,))
     together = write(paris, SUM).replace('\n</tool_call>\n<tool_call>', '')
     self.assertEqual(parse('qwen_xml', together)[1], (paris, SUM))
+
+  @parameterized.product(
+      found=('</parameter>\n', '\n</parameter>', '</parameter>'),
+      written=('', '</param', '</paramter>'),
+      separator=('\n', ''),
+      between=('</tool_call>\n<tool_call>\n', ''),
+  )
+  def test_broken_xml_tag_loses_no_later_call(self, found, written, separator, between):
+    form = tool_calls.make_form('qwen_xml', TOOLS)
+    for first in (CAT, SUM):
+      broken = form.write(first)
+      place = broken.rindex(found)
+      broken = broken[:place] + written + broken[place + len(found) :]
+      text = f'{broken}\n{form.write(CAT)}\n{form.write(NOW)}'
+      text = text.replace('</tool_call>\n<tool_call>\n', between).replace('\n', separator)
+      _, calls = parse('qwen_xml', text)
+      self.assertEqual(calls[0].name, first.name)
+      self.assertEqual(calls[1:], (CAT, NOW))
 
   def test_cut_xml_call_is_malformed(self):
     """A limit may have cut a value whose closing tags are missing."""
