@@ -72,7 +72,7 @@ def wait_until_healthy(process: subprocess.Popen, port: int, timeout_s: float = 
         return address
     time.sleep(0.5)
   process.kill()
-  raise SystemExit(f'the server at {address} has not started')
+  raise SystemExit(f'the server at {address} has not started: its log says why')
 
 
 @contextlib.contextmanager
