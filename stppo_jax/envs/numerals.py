@@ -10,20 +10,28 @@ import fractions
 import re
 
 _DIGITS = r'(?:\d{1,3}(?:,\d{3})+|\d{1,100})'
-_VALUE = rf'(?:{_DIGITS}(?:\.\d{{0,100}})?|\.\d{{1,100}})(?:/\d{{1,100}})?'
+_EXPONENT = r'(?:[eE][+-]?\d{1,2}(?!\d))'
+_VALUE = rf'(?:{_DIGITS}(?:\.\d{{0,100}})?|\.\d{{1,100}})(?:{_EXPONENT}|/\d{{1,100}})?'
 _CURRENCY = r'(?:\\?[$€£¥])?'
 _NUMBER = re.compile(rf'{_CURRENCY} ?([+-]?) ?{_CURRENCY} ?({_VALUE}) ?(?:\\?%)?')
 _MIXED = re.compile(r'([+-]?)(\d{1,100}) (\d{1,100}/\d{1,100})')
 _IN_TEXT = re.compile(rf'(?<![\w.,/])[+-]?{_CURRENCY}{_VALUE}(?!\d)')
 _LEADING_ZERO = re.compile(r'0[\d,]')
-_LATEX_FRACTION = re.compile(r'\\[dt]?frac\{(\d+)\}\{(\d+)\}')
-_LATEX_MATHS = re.compile(r'\$(.*)\$|\\\((.*)\\\)', re.DOTALL)
-_AROUND = ' \t\n"\'`*_()[]{}:;,!?'  # quotes, brackets and emphasis around an answer
+_LATEX_FRACTION = re.compile(r'\\[dt]?frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))')
+# Maths and a box of LaTeX, and emphasis of Markdown.
+_WRAPPED = re.compile(
+    r'\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\\boxed\{(.*)\}|\*(.*)\*|_(.*)_|`(.*)`', re.DOTALL
+)
+_MOST_WRAPS = 8
+_AROUND = ' \t\n"\'()[]{}:;,!?'  # quotes and brackets around an answer
 _DASHES = str.maketrans('−‐‑–', '----')
 
 _THOUSANDS = re.compile(r'(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])')
-_SIGNS = re.compile(r'( *)([-+*/^=<>#]+)( *)')
+_SIGNS = re.compile('( ?)([-+*/^=<>#&|~]+)( ?)')
+_SYMBOL = re.compile(r'(?<![^\W\d_])[A-Z][A-Za-z]$')  # of a chemical element, or a blood group
 _BETWEEN_DIGITS = re.compile(r'(?<=\d)[.,:](?=\d)')
+_WORD = re.compile(r'[^\W\d_]{2}')
+_SEPARATORS = re.compile(' ?([,;:]) ?')
 _LEADING_POINT = re.compile(r'(?<!\w)\.(?=\d)')
 _WORDS = {
     '+': 'plus',
@@ -37,6 +45,10 @@ _WORDS = {
     '#': 'sharp',
     '.': 'point',
     ',': 'comma',
+    ';': 'comma',
+    '&': 'and',
+    '|': 'or',
+    '~': 'not',
     ':': 'to',
 }
 
@@ -45,10 +57,10 @@ def number(text: str) -> fractions.Fraction | None:
   """Returns the value of an answer that is a number, or None.
 
   A number may have a sign, thousands, a decimal point, a divisor, a currency and a percent sign.
-  `$..$`, `\\(..\\)` and `\\frac{a}{b}` of LaTeX are read. Choice: a percent sign is a unit, so 50%
-  is 50. Digits after a leading zero are a name, such as 007.
+  `$..$`, `\\(..\\)`, `\\boxed{..}` and `\\frac{a}{b}` of LaTeX are read. Choice: a percent sign is
+  a unit, so 50% is 50. Digits after a leading zero are a name, such as 007.
   """
-  text = _bare(text)
+  text = bare(text)
   mixed = _MIXED.fullmatch(text)
   if mixed:
     sign, whole, part = mixed.groups()
@@ -64,7 +76,7 @@ def number(text: str) -> fractions.Fraction | None:
 
 def numbers_in(text: str) -> Iterator[fractions.Fraction]:
   """Yields the values of the numbers within a text."""
-  text = _LATEX_FRACTION.sub(r'\1/\2', text.translate(_DASHES))
+  text = _plain(text)
   for match in _IN_TEXT.finditer(text):
     value = number(match[0])
     if value is not None:
@@ -74,23 +86,39 @@ def numbers_in(text: str) -> Iterator[fractions.Fraction]:
 def spell_signs(text: str) -> str:
   """Returns a text with words for the signs that carry meaning: `x^2` -> `xpower2`.
 
-  A sign counts beside a digit or a single letter, and punctuation between two digits, except for
-  thousands. A hyphen between a letter and another character is no sign: `B-52`, `x-ray`.
+  A sign counts beside a digit, a single letter or a symbol such as Na, and so does a minus directly
+  before a text. A hyphen between a letter and another character is no sign: `B-52`, `x-ray`. Only
+  small letters that stand alone are subtracted: `x-y`, `n-1`. Punctuation counts between two
+  digits, except for thousands, and in a text without words: `(1, -2)`.
   """
-  text = _bare(text)
+  text = ' '.join(bare(text).split())
   text = _THOUSANDS.sub(lambda match: match[0].replace(',', ''), text)
+  if not _WORD.search(text):
+    text = _SEPARATORS.sub(lambda match: f' {_WORDS[match[1]]} ', text)
   text = _SIGNS.sub(_spell, text)
   text = _BETWEEN_DIGITS.sub(lambda match: _WORDS[match[0]], text)
   return _LEADING_POINT.sub('0point', text)
 
 
-def _bare(text):
+def bare(text: str) -> str:
   """Returns an answer without the characters around it, and with plain fractions and dashes."""
-  text = _LATEX_FRACTION.sub(r'\1/\2', text.translate(_DASHES)).strip()
-  maths = _LATEX_MATHS.fullmatch(text)
-  if maths:
-    text = maths[1] or maths[2] or ''
-  return text.strip(_AROUND) or text
+  text = _plain(text)
+  for _ in range(_MOST_WRAPS):
+    wrapped = _WRAPPED.fullmatch(text)
+    inner = ''.join(wrapped.groups('')) if wrapped else text.strip(_AROUND)
+    if not inner or inner == text:
+      break
+    text = inner
+  return text
+
+
+def _plain(text):
+  return _LATEX_FRACTION.sub(_fraction, text.translate(_DASHES)).strip()
+
+
+def _fraction(match):
+  numerator, denominator = filter(None, match.groups())
+  return f'{numerator}/{denominator}'
 
 
 def _value(digits):
@@ -111,18 +139,19 @@ def _signed(sign, value):
 def _spell(match):
   """Returns the signs of a match as words, or as they stand if they carry no meaning."""
   left_gap, signs, right_gap = match.groups()
-  before = match.string[: match.start()]
-  after = match.string[match.end() :]
-  is_after_unit = _ends_with_unit(before)
+  start, end = match.span()
+  before = match.string[max(0, start - 3) : start]
+  after = match.string[end : end + 3]
+  is_after_unit = _ends_with_unit(before) or bool(_SYMBOL.search(before))
   is_before_unit = _ends_with_unit(after[:2][::-1]) or after.startswith(('\\', '.'))
   is_joined = bool(before and after) and not left_gap and not right_gap
   is_prefix = not right_gap and (left_gap or not before or not before[-1].isalnum())
   if signs != '-':
     counts = is_after_unit or is_before_unit
   elif is_joined and before[-1].isalnum() and after[0].isalnum():
-    counts = before[-1].isdigit() and after[0].isdigit()
+    counts = before[-1].isdigit() and after[0].isdigit() or _is_difference(before, after)
   elif is_prefix:
-    counts = is_before_unit
+    counts = is_before_unit or not right_gap and not (before and before[-1].isalnum())
   elif left_gap and right_gap:
     counts = is_after_unit and is_before_unit
   else:
@@ -131,6 +160,12 @@ def _spell(match):
     return match[0]
   words = ''.join(_WORDS[sign] for sign in signs)
   return left_gap + words if signs == '-' and is_prefix else words
+
+
+def _is_difference(before, after):
+  """Returns whether a hyphen between two characters subtracts, as in x-y and n-1."""
+  is_letter = before[-1].islower() and _ends_with_unit(before)
+  return is_letter and (after[0].isdigit() or after[0].islower() and not after[1:2].isalpha())
 
 
 def _ends_with_unit(text):

@@ -32,6 +32,7 @@ _THINK = rf'\s*<think>{_NO_TAG}</think>'
 _LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</information>'
 _ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
 _WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
+_INTERVAL = re.compile(r'\$?([(\[])[^(),\[\]]*,[^()\[\]]*([)\]])\$?')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _NO_WIDTH = dict.fromkeys((0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF))
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
@@ -119,20 +120,27 @@ def same_answer(answer: str, gold: str) -> bool:
   value = numerals.number(gold)
   if value is not None:
     return numerals.number(answer) == value
-  return _text_key(answer) == _text_key(gold)
+  if _text_key(answer) != _text_key(gold):
+    return False
+  # The ends of an interval count if both texts have them.
+  ends = _INTERVAL.fullmatch(answer.strip())
+  gold_ends = _INTERVAL.fullmatch(gold.strip())
+  return not (ends and gold_ends) or ends.groups() == gold_ends.groups()
 
 
 def chosen_letter(answer: str, task: types.Task) -> str | None:
   """Returns the letter of the option that an answer names, '' if it contradicts itself, or None.
 
   `B`, `b`, `(B)`, `B.` and `B) Paris` all name option B, the last only if B is Paris. A marked
-  letter with another option's text contradicts itself. An answer without a letter names the option
-  with exactly this text, or else the only one that is equal as an answer.
+  letter with another option's text contradicts itself, and one with any other text counts. An
+  answer without a letter names the option with exactly this text, or else the only one that is
+  equal as an answer.
   """
+  text = numerals.bare(answer)
   for letter, _ in task.options:
     # A number after a point is no option's text: `1.5` names no option 1.
     mark_or_end = r'([).:](?!\d)|\b)'
-    match = re.fullmatch(rf'\(?{re.escape(letter)}{mark_or_end}\s*(.*)', answer, re.I | re.S)
+    match = re.fullmatch(rf'\(?{re.escape(letter)}{mark_or_end}\s*(.*)', text, re.I | re.S)
     if not match:
       continue
     mark, rest = match.groups()
@@ -141,6 +149,8 @@ def chosen_letter(answer: str, task: types.Task) -> str | None:
       return letter
     if mark and letters:
       return ''
+    if mark and mark != '.':  # `A. Smith` is a name
+      return letter
   letters = _letters_of_text(answer, task)
   if not letters:
     return None
@@ -168,7 +178,8 @@ def _of_answer(score: Callable[[str, Sequence[str]], float]) -> Reward:
       return float(letter == task.letter)
     gold = dict(task.options)[task.letter]
     # An option within another one is not chosen by a sentence about the other one.
-    longer = [text for _, text in task.options if gold in text and gold != text]
+    texts = [text for _, text in task.options if text != gold]
+    longer = [text for text in texts if gold.lower() in text.lower()]
     if any(_sub_em(answer, [text]) for text in longer):
       return 0.0
     return score(answer, [gold])
@@ -181,7 +192,7 @@ def _em(answer, golds):
 
 
 def _sub_em(answer, golds):
-  """Returns 1.0 if any gold is within the answer. A gold with digits has to be whole words."""
+  """Returns 1.0 if any gold is within the answer. A number and a letter have to be whole words."""
   if _em(answer, golds):
     return 1.0
   words = f' {normalize_answer(numerals.spell_signs(answer))} '
@@ -191,7 +202,7 @@ def _sub_em(answer, golds):
     text = normalize_answer(numerals.spell_signs(gold))
     if value is not None:
       is_within = value in numbers
-    elif any(map(str.isdigit, text)):
+    elif any(map(str.isdigit, text)) or len(text) == 1:
       is_within = f' {text} ' in words
     else:
       is_within = bool(text) and text in words

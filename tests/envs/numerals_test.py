@@ -45,6 +45,11 @@ class NumberTest(parameterized.TestCase):
       (' **5** ', 5),
       ('5.', 5),
       ('0', 0),
+      ('1e3', 1000),
+      ('-2.5E-1', -HALF / 2),
+      (r'\frac12', HALF),
+      (r'\boxed{5}', 5),
+      (r'$\boxed{-\frac{1}{2}}$', -HALF),
   )
   def test_numbers(self, text, value):
     self.assertEqual(numerals.number(text), value)
@@ -59,7 +64,7 @@ class NumberTest(parameterized.TestCase):
       '01/2',
       '5 kg',
       '1-2',
-      '1e5',
+      '1e500',
       'x',
       '1.2.3',
       '1,2',
@@ -100,6 +105,24 @@ class SameAnswerTest(parameterized.TestCase):
       (r'\sqrt{2}', r'-\sqrt{2}'),
       ('5', 'five'),
       ('', '5'),
+      ('1e3', '1e-3'),
+      ('pi', '-pi'),
+      ('infinity', '-infinity'),
+      (r'\cos x', r'-\cos x'),
+      ('(∞, 2)', '(-∞, 2)'),
+      ('Na-', 'Na+'),
+      ('AB-', 'AB+'),
+      ('xy', 'x-y'),
+      ('n1', 'n-1'),
+      ('p | q', 'p & q'),
+      ('x', '|x|'),
+      ('p', '~p'),
+      ('A', 'A*'),
+      ('34', '3;4'),
+      ('3 2', '3 : 2'),
+      ('(1, 2)', '(1, -2)'),
+      ('[0, 1]', '[0, 1)'),
+      ('(0, 1)', '[0, 1]'),
   )
   def test_signs_matter(self, answer, gold):
     self.assertFalse(rewards.same_answer(answer, gold))
@@ -116,6 +139,13 @@ class SameAnswerTest(parameterized.TestCase):
       ('well known', 'well  known.'),
       ('**Paris**', 'Paris'),
       ('1,000 km', '1000 km'),
+      ('(1,-2)', '( 1, -2 )'),
+      ('0, 1', '[0, 1]'),
+      ('3;4', '3, 4'),
+      ('n - 1', 'n-1'),
+      ('- Paris', 'Paris'),
+      ('wellknown', 'well-known'),
+      ('Q & A', 'Q&A'),
   )
   def test_spelling_does_not_matter(self, answer, gold):
     self.assertTrue(rewards.same_answer(answer, gold))
@@ -124,7 +154,7 @@ class SameAnswerTest(parameterized.TestCase):
   def test_words_are_compared_as_search_r1_does(self, answer, gold):
     self.assertEqual(rewards.same_answer(answer, gold), rewards.exact_match(answer, [gold]) == 1.0)
 
-  @hypothesis.given(strategies.text(alphabet=strategies.sampled_from('a5-+*/^=.,: $%\\')))
+  @hypothesis.given(strategies.text(alphabet=strategies.sampled_from('a5-+*/^=.,:;&|~()[]_ $%\\e')))
   def test_gold_answers_itself(self, gold):
     self.assertEqual(
         rewards.scores(types.Task('t', 'q', (gold,)), gold),
@@ -161,8 +191,22 @@ class RewardTest(parameterized.TestCase):
     self.assertEqual(rewards.REWARDS['sub_em'](task, 'It is 5.', ''), 1.0)
     self.assertEqual(rewards.scores(task, 'B')['f1'], 0.0)
 
+  def test_written_letter_names_its_option(self):
+    task = choice('Paris', 'Rome')
+    for answer in ('**A**', r'\boxed{A}', '"A"', '[A]', 'A) because of its tower', 'A: the first'):
+      self.assertEqual(rewards.REWARDS['em'](task, answer, ''), 1.0, answer)
+    for answer in ('B: not Paris', 'B) Paris is wrong', 'A) Rome', 'A. Smith', 'A and B'):
+      for name in ('em', 'sub_em'):
+        self.assertEqual(rewards.REWARDS[name](task, answer, ''), 0.0, answer)
+
+  def test_long_answers_take_little_time(self):
+    task = choice('x + 1', 'x - 1')
+    for text in ('*', '(', ' ', ',', ' ,', '-', '1,000', '_', '$', '1/'):
+      answer = f'x{text * 30_000}y'
+      self.assertEqual(rewards.REWARDS['sub_em'](task, answer, ''), 0.0, text)
+
   def test_option_within_another_one(self):
-    task = choice('increase', 'no increase')
+    task = choice('increase', 'No increase')
     self.assertEqual(rewards.REWARDS['sub_em'](task, 'There is no increase', ''), 0.0)
     self.assertEqual(rewards.REWARDS['sub_em'](task, 'There is an increase', ''), 1.0)
 
