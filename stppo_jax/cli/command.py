@@ -27,4 +27,4 @@ def show(text: str) -> None:
     print(text, flush=True)
   except BrokenPipeError:
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())  # for the flush at exit
+    os.dup2(null, sys.stdout.fileno())  # the flush at exit writes there

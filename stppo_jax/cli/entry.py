@@ -32,7 +32,7 @@ from stppo_jax.types import UserError
 
 _MAX_LINE = 4000  # characters of an error
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), '')
-_EXIT_S = 1.5  # for the end of a process in which an environment or the compiler still works
+_EXIT_S = 1.5  # limit of the end of a process in which an environment or the compiler still works
 
 
 def main() -> None:

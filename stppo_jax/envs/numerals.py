@@ -28,7 +28,7 @@ _DASHES = str.maketrans('−‐‑–', '----')
 
 _THOUSANDS = re.compile(r'(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])')
 _SIGNS = re.compile('( ?)([-+*/^=<>#&|~]+)( ?)')
-_SYMBOL = re.compile(r'(?<![^\W\d_])[A-Z][A-Za-z]$')  # of a chemical element, or a blood group
+_SYMBOL = re.compile(r'(?<![^\W\d_])[A-Z][A-Za-z]$')  # an element, a blood group
 _BETWEEN_DIGITS = re.compile(r'(?<=\d)[.,:](?=\d)')
 _WORD = re.compile(r'[^\W\d_]{2}')
 _SEPARATORS = re.compile(' ?([,;:]) ?')

@@ -133,7 +133,7 @@ class EnvApp(http_server.HttpApp):
     try:
       await self._serve(socket)
     except websockets.WebSocketDisconnect:
-      pass
+      pass  # the client has left
     except Exception:
       logging.exception('a session failed')
 

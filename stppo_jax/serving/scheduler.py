@@ -137,7 +137,7 @@ class Scheduler:
       eos_ids: Sequence[int],
       max_waiting: int = 256,
       shares_prefixes: bool = True,  # False: a request only continues a row as a whole
-      load_params: LoadParams | None = None,  # for `reload`; raises UserError, Busy
+      load_params: LoadParams | None = None,  # called by `reload`; raises UserError, Busy
       grammars: grammars_lib.Grammars | None = None,  # None: no request has a grammar
   ):
     self.counts = Counts()

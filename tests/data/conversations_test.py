@@ -146,7 +146,7 @@ class MaskTest(_Test):
     (end,) = renderer.tokenizer.eos_ids
     tokens, turn_ids, _ = episode.unroll()
     self.assertEqual((tokens[turn_ids > 0] == end).sum(), 3)
-    self.assertEqual((tokens[turn_ids == 0] == end).sum(), 4)  # of the template, none of the page
+    self.assertEqual((tokens[turn_ids == 0] == end).sum(), 4)  # those of the template alone
 
   def test_weight_zero_and_prompts_are_not_imitated(self):
     renderer = self.renderer(_TEMPLATE)

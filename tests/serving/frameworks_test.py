@@ -156,7 +156,7 @@ class Played(NamedTuple):
   result: Any
   rows: list[types.Episode]
   sampled: list[list[int]]  # ids of all answers, in order
-  difference: str  # of the first rewritten history
+  difference: str  # the first rewritten history
 
 
 def play(words, turns, forced='refuse', question=TASK['question']):
@@ -295,7 +295,7 @@ class LmEvalTest(absltest.TestCase):
   """lm-eval's numbers over HTTP are those of a plain forward pass of the served model."""
 
   QUESTIONS = ('What is the capital of France?', 'Who wrote the play Hamlet?', 'Where is é?')
-  LENGTH = 64  # of rows in the forward pass
+  LENGTH = 64  # rows of the forward pass have it
   MAX_TOKENS = 12
 
   def setUp(self):

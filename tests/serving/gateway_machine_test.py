@@ -83,7 +83,7 @@ class Decoder(scripted_gateway.ScriptedScheduler):
   def __init__(self, tokenizer, rng, form, has_tools):
     super().__init__(tokenizer, ())
     self.answers = []
-    self.pauses_after = None  # for the next requests
+    self.pauses_after = None  # before the next requests
     self._rng = rng
     self._form = form
     self._has_tools = has_tools

@@ -154,7 +154,7 @@ def walk(grammar, seed, start, end):
   ids = tokenizer.encode(start)
   for token in ids:
     matcher.add(token)
-  written = b''  # of the end
+  written = b''  # a part of the end
   for step in range(120):
     bits = np.unpackbits(matcher.allowed(num_bytes), bitorder='little')[: tokenizer.vocab_size]
     assert not matcher.error, matcher.error
@@ -266,7 +266,7 @@ class SchemaTest(parameterized.TestCase):
     parameters = {'type': 'object', 'properties': {'q': schema}, 'required': ['q'], '$defs': DEFS}
     try:
       num_ended = self.check(form, parameters)
-    except ValueError as error:  # of the library, for texts in quotes
+    except ValueError as error:  # raised by the library if texts have quotes
       self.assertRegex(str(error), 'not supported.*(oneOf|not|[Uu]nsatisf)')
       self.assertNotEqual(form, 'qwen_xml')
       return

@@ -263,7 +263,7 @@ class ProgramAgentTest(parameterized.TestCase):
   def test_segments_are_rows_with_shared_reward(self):
     tasks = make_tasks(8)
     episodes, _ = play(make_config(THIS + ':post_rewards'), tasks, groups=[0] * 4 + [1] * 4)
-    self.assertLen(episodes, 24)  # of three segments each
+    self.assertLen(episodes, 24)  # each has three segments
     by_task = [e for e in episodes if e.task.id == 't0']
     longest, *others = sorted(by_task, key=lambda episode: -len(episode.turns))
     self.assertEqual([turn.reward for turn in longest.turns], [0, 2])
@@ -521,7 +521,7 @@ def train_ahead(kind, workdir, stop_signal=NEVER):
   config.train.episodes = config.train.mini_batch = 4
   config.train.checkpoint_every = 0
   config.rollout.group_size = 2
-  config.rollout.max_prompt = 192  # of the environment: a program has no such limit
+  config.rollout.max_prompt = 192  # a program has no such limit
   config.eval.episodes = 4
   config.pipeline.staleness = 1
   config.algorithm.rollout_is = 'token'

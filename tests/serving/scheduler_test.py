@@ -300,7 +300,7 @@ class SchedulerTest(parameterized.TestCase):
     with make_scheduler() as scheduler:
       sampled = serve(scheduler, *(make_request([5, 6], s, SLOTS - 2) for s in range(24)))
       seed = max(range(24), key=lambda s: len(sampled[s].tokens))
-      self.assertGreater(len(sampled[seed].tokens), 12)  # of which a call samples 3
+      self.assertGreater(len(sampled[seed].tokens), 12)  # a call samples 3 of them
       long, short, over = make_request([5, 6], seed, SLOTS - 2), make_request([7], budget=1), []
       has_joined = threading.Event()
       heard, long.emit = long.emit, lambda *given: (has_joined.wait(60), heard(*given))

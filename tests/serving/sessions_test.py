@@ -95,7 +95,7 @@ class SessionTest(absltest.TestCase):
     self.assertEqual(self.turn([0, 9, 5], [8, 8]), 3)  # recorded rows continue
     self.assertLen(self.episodes(), 2)
     self.turn([7], [8, 8, 8])
-    self.assertEqual(self.session.last_text, 'xxx')  # of the last answer, for its score
+    self.assertEqual(self.session.last_text, 'xxx')  # the last answer, which is scored
     counts = {'unrecorded': 3, 'conversations': 2, 'rewritten': 0, 'branched': 0}
     self.assertEqual(self.session.counts, self.session.counts | counts)
 

@@ -29,7 +29,7 @@ from stppo_jax.envs.adapters import openenv_servers
 
 _SCHEMES = {'http': 'ws', 'https': 'wss', 'ws': 'ws', 'wss': 'wss'}
 _MAX_MESSAGE_BYTES = 1 << 24
-_CLOSE_S = 2.0  # for the end of a session
+_CLOSE_S = 2.0  # limit of the end of a session
 _ENDS = {'UserError': types.UserError, 'RunError': types.RunError}  # errors that end the run
 
 
