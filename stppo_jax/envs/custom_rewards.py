@@ -268,7 +268,9 @@ class _TrlReward:
     except (TypeError, AttributeError, KeyError) as error:
       try:
         of_messages = self._call(columns, task, transcript, True)
-      except Exception:
+      except types.Stopped:
+        raise
+      except Exception:  # the first error says more
         raise error from None
       self._gives_messages = True
       return of_messages
@@ -282,7 +284,11 @@ class _TrlReward:
     try:
       of_messages = self._call(columns, task, transcript, True)
       messages_score = rewards.read_score(self._name, of_messages, task, transcript)
-    except Exception:  # it reads no messages
+    except types.Stopped:
+      raise
+    except Exception as error:  # it reads no messages, or its server cannot be reached
+      if outages.is_outage(error):
+        raise
       self._gives_messages = False
       return
     if text_score != messages_score:

@@ -205,7 +205,8 @@ def _read_parts(join: Callable[[Sequence[_Allowed]], _Allowed]) -> Callable[...,
 
 def _read_not(value: object, look: Callable[[object], _Allowed]) -> _Allowed:
   other = look(value)
-  return _Allowed(ANY if other.text is None else f'~({other.text})', not other.null)
+  text = ANY if other.text is None else f'~({other.text})'
+  return _Allowed(None if other.text == ANY else text, not other.null)
 
 
 def _read_pattern(value: object, unused_look: object) -> _Allowed:

@@ -5,6 +5,7 @@ import errno
 import socket
 import subprocess
 import types as types_lib
+from unittest import mock
 import urllib.error
 
 from absl.testing import absltest
@@ -174,6 +175,22 @@ class ShapesTest(parameterized.TestCase):
     line = r"^the reward 'mine:reward' gave [^\n]*'blue' to the task 't1': a finite number[^\n]*$"
     with self.assertRaisesRegex(types.UserError, line):
       score(lambda task, answer, transcript: value)
+
+  def test_outage_does_not_decide_form_of_completions(self):
+    num_calls = 0
+
+    def reads_messages(completions, **kwargs):
+      nonlocal num_calls
+      num_calls += 1
+      if isinstance(completions[0], str):
+        return [0.0]
+      if num_calls == 2:
+        raise ConnectionRefusedError('the judge is busy')
+      return [1.0]
+
+    reward = custom_rewards.CustomReward('a:b', reads_messages, max_outage_s=60)
+    with mock.patch.object(guard, 'pause'):
+      self.assertEqual(reward(TASK, 'a', 'a'), 1.0)
 
   @parameterized.parameters(([0.0, 1.0],), ([],), (1.0,), ({'score': 1.0},), (None,), ('1',))
   def test_trl_reward_gives_a_list_of_one(self, value):

@@ -130,6 +130,8 @@ OBJECTS = (
     {'properties': {'q': {'type': 'string', 'maxLength': 'x'}}, 'required': ['q']},
     {'properties': {'q<': TEXT}, 'required': ['q<']},
     {'properties': {f'p{i}': TEXT for i in range(3)}, 'required': ['p1']},
+    {'properties': {'q': {'not': {}}}, 'required': ['q']},
+    {'properties': {'q': {'not': {'type': 'string'}}}, 'required': ['q']},
     {'$ref': '#/$defs/none'},
     {'$ref': '#'},
 )
