@@ -382,7 +382,7 @@ def compare_kernels(form, size, lengths, capacities, bins):
       seconds, gap, computed = time_kernel(
           attend, is_packed, heads, dtype, lengths, capacities, bins
       )
-    except Exception as error:  # of another library  # pylint: disable=broad-except
+    except Exception as error:  # another library may raise anything  # pylint: disable=broad-except
       reason = (str(error).splitlines() or [''])[0]
       report(**known, cannot=f'{type(error).__name__}: {reason}'[:300])
       continue

@@ -47,7 +47,7 @@ SCORES = (  # title, grid and condition
     ('search agent: harsh', 'system_harsh/harsh'),
     ('search agent: stale', 'system_stale/stale'),
 )
-RATES = ('0.0005', '0.001', '0.002')  # of the sweeps, besides the rate of the condition
+RATES = ('0.0005', '0.001', '0.002')  # rates of the sweeps, besides that of the condition
 SWEEPS = (('toy task: reuse', 'reuse', 3.5e-3), ('toy task: stale', 'stale', 3e-3))
 
 Methods = Mapping[str, summary.MethodRuns]

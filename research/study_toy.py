@@ -60,7 +60,7 @@ SWEEPS = {
     'reuse': RATES | {'train.epochs': (1, 2, 4), 'train.mini_batch': (16, 32)},
     'stale': RATES | {'pipeline.staleness': (0, 2, 4)},
 }
-LONG_RATE = 7e-3  # for the rule that shortens the step
+LONG_RATE = 7e-3  # the rule that shortens the step has it
 # The objective of the system: no KL penalty, entropy bonus or weight decay.
 AS_SYSTEM = {
     'algorithm.kl_in': 'none',

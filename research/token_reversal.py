@@ -149,7 +149,7 @@ def sample(params: dict, key: jax.Array, setting: Setting) -> tuple[Batch, jax.A
     tokens, cache = state
     token = jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1)
     logits, changed = policy.apply(params | {'cache': cache}, token, t, mutable='cache')
-    written = t + 1 - setting.length  # of the answer, < 0 in the question
+    written = t + 1 - setting.length  # place in the answer, < 0 in the question
     drawn = jax.random.categorical(jax.random.fold_in(answer_key, written), logits[:, 0])
     token = jnp.where(written >= 0, drawn, tokens[:, t + 1])
     return tokens.at[:, t + 1].set(token), changed['cache']
@@ -190,7 +190,7 @@ def loss(params: dict, batch: Batch, setting: Setting) -> jax.Array:
   ratio = segments.importance_ratio(logp, batch.old_logp, mask, ids, number, product=has_groups)
   surrogate, _ = losses.clipped_surrogate(ratio, batch.advantages, CLIP, CLIP)
   kl = losses.kl(logp, batch.old_logp, 'k3')
-  if has_groups:  # of whole answers, whose k3 is not bounded
+  if has_groups:  # the k3 of whole answers is not bounded by losses.kl
     log_ratio = segments.bounded((logp - batch.old_logp).sum(axis=1, keepdims=True))
     kl = jnp.expm1(-log_ratio) + log_ratio
   objective = batch.mask * (surrogate - setting.kl_coef * kl)

@@ -135,7 +135,7 @@ def tasks_of(config, named: components.Components, number: int) -> Iterable[Task
   if config.data.source == 'embedded' and not asks_questions:
     return [Task(str(FIRST_SEED + i), seed=FIRST_SEED + i) for i in range(number)]
   questions = named.load_tasks(config.data.train_split)
-  by_environment = collections.defaultdict(list)  # of a mix, which take turns
+  by_environment = collections.defaultdict(list)  # those of a mix take turns
   for task in questions:
     by_environment[task.environment].append(task)
   turns = zip(*map(itertools.cycle, by_environment.values()))

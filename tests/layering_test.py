@@ -295,7 +295,7 @@ class LayeringTest(absltest.TestCase):
     for room in sorted(PACKAGE.rglob('__init__.py')):
       listed = ast.get_docstring(ast.parse(room.read_text(encoding='utf-8'))) or ''
       files = {path.name for path in room.parent.glob('*.py')} - {'__init__.py', 'run.py'}
-      names = set(re.findall(r'\w+\.py\b', listed)) - {'run.py'}  # that of the repository
+      names = set(re.findall(r'\w+\.py\b', listed)) - {'run.py'}  # run.py of the repository
       self.assertEqual(names, files, room)
 
   def test_no_imports_run_in_circles(self):

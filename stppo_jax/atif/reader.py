@@ -382,7 +382,7 @@ def _joined(file: pathlib.Path, path: str) -> pathlib.Path:
 def _with_embedded(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
   """Returns a document and all that are embedded in it."""
   documents = [document]
-  for each in documents:  # which grows meanwhile
+  for each in documents:  # the list grows meanwhile
     documents += each.get('subagent_trajectories') or ()
   return documents
 

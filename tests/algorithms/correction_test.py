@@ -753,7 +753,7 @@ class SquareTest(parameterized.TestCase):
   def test_sppo_goes_from_policy_gradient_to_target(self):
     d_logp, _ = self.gradient('sppo', self.old_logp)
     np.testing.assert_allclose(d_logp, -2 * 10 * self.advantages / 2, atol=1e-12)
-    share = np.array([[1 / 3], [1.0]])  # of the episode's log-ratio, per token
+    share = np.array([[1 / 3], [1.0]])  # a token's share of the episode's log-ratio
     d_logp, loss = self.gradient('sppo', self.old_logp + 10 * self.advantages * share)
     np.testing.assert_allclose(d_logp, 0, atol=1e-12)
     self.assertAlmostEqual(loss, 0)

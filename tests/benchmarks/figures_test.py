@@ -27,8 +27,8 @@ class ReportTest(absltest.TestCase):
 
   def test_ratios_by_hand(self):
     line = reported(repeats(20, 30, 24), repeats(10, 10, 12))
-    self.assertEqual(line['ratio'], 2.4)  # of the medians
-    self.assertEqual(line['spread']['ratio'], [2, 3])  # of adjacent repeats
+    self.assertEqual(line['ratio'], 2.4)  # ratio of the medians
+    self.assertEqual(line['spread']['ratio'], [2, 3])  # ratios of adjacent repeats
     self.assertEqual(line['unreliable'], [])
 
   def test_what_varies_by_more_than_half_is_named(self):

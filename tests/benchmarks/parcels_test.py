@@ -159,7 +159,7 @@ class WheelsTest(absltest.TestCase):
     """The wheels are installed without a resolver, so what they need must be there."""
     wheels = {canonical(one.name) for one in lines(ROOT / 'benchmarks/requirements-gpu.txt')}
     needed = {canonical(one.name) for one in lines(ROOT / 'requirements.txt')}
-    needed |= {'pytest', 'pytest-xdist', 'hypothesis'}  # of the tests that run there
+    needed |= {'pytest', 'pytest-xdist', 'hypothesis'}  # the tests that run there need them
     for name in wheels:
       needed |= needs(name)
     self.assertContainsSubset(needed, wheels | parcels.IMAGE)

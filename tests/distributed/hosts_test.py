@@ -38,7 +38,7 @@ def get_config(mode=""):
   config.train.length_buckets = (128,)
   config.train.updates = 3000  # until it is killed
   config.eval.every = 0
-  config.eval.rows = 3  # which two devices cannot split
+  config.eval.rows = 3  # two devices cannot split them
   if mode == 'program':
     config.env.kind = 'gateway:tests.serving.rollouts_test:play_twice'
     config.rollout.max_num_gen_batches = 1

@@ -129,7 +129,7 @@ class EstimatesTest(parameterized.TestCase):
     again = [make_episode(task, 1.0), make_episode(task, 0.0)]
     sampled = table.text('T', estimates.groups({'a': again}), 'R')
     self.assertIn('pass^2', sampled)
-    self.assertIn(' .500 |', sampled)  # of one question: no interval
+    self.assertIn(' .500 |', sampled)  # one question has no interval
     two = {'a': again, 'b': [make_episode(types.Task('b'), 1.0)] * 2}
     self.assertIn('.750 [.500, 1.000]', table.text('T', estimates.groups(two), 'R'))
     lines = [line for line in sampled.splitlines() if line.startswith('|')]

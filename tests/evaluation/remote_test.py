@@ -115,7 +115,7 @@ class ClientTest(parameterized.TestCase):
   def client(self, address, api_key='', stop_signal=None, **fields):
     stop_signal = stop_signal or mock.Mock(
         **{'is_set.return_value': False}
-    )  # whose waits are short
+    )  # its waits are short
     fixed = dict(model='m', temperature=0.0, max_tokens=7)
     return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, stop_signal)
 

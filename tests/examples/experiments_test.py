@@ -74,7 +74,7 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertIn(
         config.algorithm.variant, ('ppo', name.split('_7b')[0].split('_qwen')[0].split('_med')[0])
     )
-    prepare.load_shape(config)  # of a model that a plan knows by its name
+    prepare.load_shape(config)  # a plan knows the model by its name
 
   @parameterized.parameters(*CHANGES)
   def test_its_objective_is_the_row_that_it_names(self, name):

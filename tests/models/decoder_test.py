@@ -182,7 +182,7 @@ class TrunkTest(parameterized.TestCase):
     (_, expected), expected_grad = jax.jit(jax.value_and_grad(apart, has_aux=True))(params)
     real = segments > 0
     np.testing.assert_allclose(actual[real], expected[real], atol=1e-5)
-    chex.assert_tree_all_finite(actual)  # of the padding too
+    chex.assert_tree_all_finite(actual)  # also in the padding
     for x, y in zip(jax.tree.leaves(actual_grad), jax.tree.leaves(expected_grad), strict=True):
       # Sums over tokens in another order: rounding is of the leaf's scale.
       np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * np.abs(y).max())

@@ -184,7 +184,7 @@ class AdapterTest(parameterized.TestCase):
     params = decoder.init(jax.random.key(0), config)
     adapters = make_adapters(params)
     loss = lambda a, p: jnp.sum(logits_of(lora.combine(p, a), config) ** 2)
-    of_gradients = {(24, 32), (24, 16), (24, 40)}  # of kernels as matrices, and of the embedding
+    of_gradients = {(24, 32), (24, 16), (24, 40)}  # kernels as matrices, and the embedding
 
     def found(wanted):
       made = set(made_by(jax.make_jaxpr(jax.grad(loss, argnums=wanted))(adapters, params).jaxpr))
@@ -365,7 +365,7 @@ class RunTest(absltest.TestCase):
       saved = jax.tree.leaves(ocp.StandardCheckpointer().metadata(folder).item_metadata.tree)
       sizes = [math.prod(array.shape) * array.dtype.itemsize for array in saved]
       self.assertCountEqual(sizes, [x.nbytes for x in jax.tree.leaves(state)])
-      self.assertLess(sum(sizes), 30_000)  # of 150,000 with full training
+      self.assertLess(sum(sizes), 30_000)  # full training has 150,000
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):

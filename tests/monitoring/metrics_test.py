@@ -276,7 +276,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertEqual(steps(), [1, 2, 3, 4])
     log.reset_mock()
     self._write_steps([3, 4], resume_step=2, is_rollback=True, **TRACKIO)
-    self.assertEqual(steps(), [1, 2, 3, 4])  # of a new run, with the steps before
+    self.assertEqual(steps(), [1, 2, 3, 4])  # a new run has the steps before
     names = [call.kwargs['name'] for call in init.call_args_list]
     self.assertEqual(names[0], names[1])
     self.assertNotEqual(names[1], names[2])

@@ -73,7 +73,7 @@ class OutcomesTest(absltest.TestCase):
     self.assertEqual(counts['retrieval_failed'], 1)
 
   def test_evaluation_counts_program_rows_singly(self):
-    played = [episode(number=0), episode(number=0)]  # of two questions, in two batches
+    played = [episode(number=0), episode(number=0)]  # two questions in two batches
     metrics = scores.scores(played)
     self.assertEqual(metrics['val-outcome/answered'], 2)
     counts = outcomes.from_metrics('val-outcome', metrics)

@@ -168,7 +168,7 @@ class WorkdirTest(parameterized.TestCase):
     self.assertIn('train.updates', validation.changeable_on_resume(config))
     setattr(getattr(config, model), name, value)
     self.assertNotIn('train.updates', validation.changeable_on_resume(config))
-    getattr(config, model).lr = 0.0  # which has no schedule
+    getattr(config, model).lr = 0.0  # a rate of 0 has no schedule
     self.assertIn('train.updates', validation.changeable_on_resume(config))
 
   def test_rate_of_untrained_critic_is_ignored(self):

@@ -135,7 +135,7 @@ class CountsTest(absltest.TestCase):
     one = 2 * 3 * 4 * 4
     flops = lambda f: flops_lib.matmul_flops(jax.make_jaxpr(f)(w, x))
     self.assertEqual(flops(function), 8 * one)
-    self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # of w and of x: two more each
+    self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # w and x have two more each
 
   def test_flops_of_a_kernel_on_every_device(self):
     """Causal blocks: 8 devices of 2 heads, 256 queries in 1 block; 2 products forward, 3 + 4
@@ -145,7 +145,7 @@ class CountsTest(absltest.TestCase):
     attend = lambda q: attention.causal(
         q, q, q, backend='splash', row_sharding=sharding.rows(mesh)
     ).sum()
-    one = 4 * 4 * 2 * 256 * 256 * 64  # of all rows and heads
+    one = 4 * 4 * 2 * 256 * 256 * 64  # all rows and heads
     flops = lambda f: flops_lib.matmul_flops(jax.make_jaxpr(f)(q))
     self.assertEqual(flops(attend), 2 * one)
     # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv;
@@ -240,7 +240,7 @@ class PlanTest(parameterized.TestCase):
       self.assertGreater(program.flops, 0)
       self.assertGreater(program.temporaries, 0)
     kinds = {c.kind for c in self.plan.programs[0].collectives}
-    self.assertIn('all-gather', kinds)  # of parameters
+    self.assertIn('all-gather', kinds)  # parameters are gathered
     self.assertTrue(self.plan.fits)
     self.assertEqual(self.plan.tpu_limit_mib, 0)  # nothing to tell a CPU's compiler
     text = table.text(self.plan)
@@ -336,7 +336,7 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(planned.rollout.tokens, 16 * 3 * 6)
     self.assertEqual(planned.rollout.other, 1 + (1 + 2) + 1)  # copy, prefills, growth
     vocabulary = plan.prepare.load_shape(self.config).vocab_size
-    read = 4 * (planned.num_params['policy'] - 16 * vocabulary)  # of the embedding only rows
+    read = 4 * (planned.num_params['policy'] - 16 * vocabulary)  # the embedding is read by rows
     # Rows grow from 64 tokens by 128 / 18 per step: 128 slots hold the first 9.
     early, late = (read + n * 2 * 2 * 8 * 4 for n in (128, 192))
     self.assertAlmostEqual(planned.rollout.decode, (9 * early + 9 * late) / 1e9, delta=1e-9)

@@ -54,7 +54,7 @@ class MeasuresTest(parameterized.TestCase):
     made = measures.of_run(np.array([0.1, 0.2]), {'factor': np.array([1.0, 1.005, 1.5, 0.4])})
     self.assertEqual(made['factor_changed'], 0.5)  # 1.5 and .4, by more than 1%
     self.assertEqual(made['factor_twofold'], 0.25)  # .4
-    self.assertTrue(np.isnan(made['grad_norm']))  # which the run has not written
+    self.assertTrue(np.isnan(made['grad_norm']))  # the run has not written it
 
 
 if __name__ == '__main__':

@@ -450,7 +450,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 2)
   def test_raising_environment_masks_its_episode_only(self, threads):
-    logging._log_counter_per_token.clear()  # of log_first_n
+    logging._log_counter_per_token.clear()  # log_first_n counts in it
     with self.assertLogs('absl', 'WARNING') as logs:
       first, second, third = self.play(threads=threads)
     self.assertEqual([e.failed for e in (first, second, third)], [True, True, False])
@@ -462,7 +462,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
     self.assertEndsWith(first.error, "on task 't0', in turn 2")
     self.assertEndsWith(second.error, "on task 't1', before its first turn")
     self.assertEqual(third.error, '')
-    self.assertLen(logs.output, 1)  # of the first one, with its traceback
+    self.assertLen(logs.output, 1)  # the first one, with its traceback
     self.assertIn('Traceback', logs.output[0])
     self.assertIn(here, logs.output[0].splitlines()[0])
     self.assertEqual([e.search_failed for e in (first, second)], [False, False])  # no waiting

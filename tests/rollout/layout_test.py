@@ -100,7 +100,7 @@ class NumbersTest(parameterized.TestCase):
     settings = dict(draw=(0.0,)) if greedy else {}
     tokens, logp = play(make_sampler(split, **settings), self.params)
     wanted, wanted_logp = self.one_device(**settings)
-    self.assertGreater(len({t for row in wanted for t in row}), 20)  # of all shards
+    self.assertGreater(len({t for row in wanted for t in row}), 20)  # tokens of all shards
     self.assertEqual(tokens, wanted)
     for ours, theirs in zip(logp, wanted_logp):
       np.testing.assert_allclose(ours, theirs, atol=2e-5)

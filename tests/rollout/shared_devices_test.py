@@ -110,7 +110,7 @@ class SharedDevicesTest(parameterized.TestCase):
     update = learner_lib.Learners.update
     make = offload.DeviceArrays
     trainers = []
-    kinds = set()  # of the memory that holds the trainer's arrays while turns are sampled
+    kinds = set()  # where the trainer's arrays are while turns are sampled
     updated = []
 
     def make_noted(learners):

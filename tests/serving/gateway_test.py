@@ -1370,7 +1370,7 @@ class LimitsTest(parameterized.TestCase):
   def test_template_kwargs_must_be_those_of_server(self):
     own = {'enable_thinking': False}
     with running() as server:
-      server.app.service.template_kwargs = own  # which `gateway.running` gives it, see below
+      server.app.service.template_kwargs = own  # `gateway.running` gives it, see below
       for given, status in ((own, 200), (None, 200), ({'enable_thinking': True}, 400)):
         answer = post(server, {**ASKED, 'chat_template_kwargs': given})
         self.assertEqual(answer.status_code, status, answer.text)
@@ -1488,7 +1488,7 @@ class LimitsTest(parameterized.TestCase):
 
   def test_waiting_prompts_are_bounded(self):
     with running(max_waiting=2) as server:
-      answer = post(server, {**ASKED, 'n': 3})  # which no later attempt could get
+      answer = post(server, {**ASKED, 'n': 3})  # no later attempt could get them
       self.assertEqual(answer.status_code, 400)
       self.assertIn('at most 2', answer.json()['error']['message'])
       with (

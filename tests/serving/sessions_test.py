@@ -118,7 +118,7 @@ class SessionTest(absltest.TestCase):
     plans = [self.session.plan_prompt([i, 1]) for i in range(3)]
     self.session.abandon(plans[0])
     said = {'role': 'assistant', 'content': ''}
-    for plan in (plans[2], plans[1]):  # which end in another order
+    for plan in (plans[2], plans[1]):  # they end in another order
       self.session.record(plan, [7], [-0.5], [said])
     later = [self.session.plan_prompt([i, 1, 7, 9]) for i in (1, 2)]
     for i, plan in zip((1, 2), later):

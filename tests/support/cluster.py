@@ -27,7 +27,7 @@ from pyarrow import parquet
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-DEVICES = 2  # of each trainer process
+DEVICES = 2  # each trainer process has them
 
 EXPERIMENT = """
 from tests.support import tiny_run

@@ -40,7 +40,7 @@ class Engine(server.ThreadingHTTPServer):
     self.actions = [i for text, i in vocabulary if text.startswith(('<search> ', '<answer> '))]
     self.has_dev_mode = os.environ.get('VLLM_SERVER_DEV_MODE') == '1'
     self.has_sleep_mode = flags.enable_sleep_mode
-    self.delay_s = 0.0  # of a turn
+    self.delay_s = 0.0  # a turn takes it
     self.failing = ''  # a route that fails once
     self.label = 'default'
     self.weights = os.path.basename(flags.model)

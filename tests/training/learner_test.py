@@ -472,7 +472,7 @@ class MakeVariantTest(parameterized.TestCase):
 
   def test_actor_rate_decays_over_actor_steps(self):
     config = schema.Config()
-    config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
+    config.train.updates, config.train.critic_warmup = 100, 40  # two steps each
     config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)
     variant = objective.make_variant(validation.validate(config))
     spec = learner.make_spec(

@@ -137,7 +137,7 @@ class PlanTest(absltest.TestCase):
     adapters = 2 * (
         (16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32)
     )  # d 16, 2 heads of 8, 1 key head
-    self.assertEqual(trained, 2 * adapters + 16 + 1)  # of actor and critic; the value head
+    self.assertEqual(trained, 2 * adapters + 16 + 1)  # actor and critic, and the value head
     self.assertEqual(planned.held['critic'][0], 4 * (adapters + 16 + 1))
     self.assertEqual(planned.held['optimizers'][0], 4 * (2 * trained + 4))
     self.assertEqual(planned.held['reference policy'], (0, 0))

@@ -206,7 +206,7 @@ class ResumeTest(parameterized.TestCase):
       micro_run.train(make_config(**values), self.workdir)
     with mock.patch.object(batches_lib.Batches, 'sample', watched):
       micro_run.train(make_config(**values | {'train.updates': 8}), self.workdir)
-    self.assertEqual(alive[-1], 0)  # of batches 2 and 3, which the checkpoint held unsampled
+    self.assertEqual(alive[-1], 0)  # batches 2 and 3 were not sampled before the stop
 
   def test_environment_error_saves_the_state(self):
     values, play, batches = {'train.checkpoint_every': 0}, micro_run.Agent.play, []

@@ -8,7 +8,7 @@ import tempfile
 import common
 
 tool = sys.argv[2] if len(sys.argv) > 2 else 'Bash'
-bare = ['--bare'] if tool == 'Bash' else []  # which has no agents
+bare = ['--bare'] if tool == 'Bash' else []  # the bare form has no agents
 with tempfile.TemporaryDirectory() as folder:
   process = subprocess.run(
       [common.KIND, *bare, '-p', common.PROMPT, '--model', common.MODEL] + ['--allowedTools', tool],
