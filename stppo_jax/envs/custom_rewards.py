@@ -57,7 +57,11 @@ _FOREIGN = {
     **dict.fromkeys(('labels', 'references'), '[task.answers[0]]'),
     **dict.fromkeys(('sample', 'samples', 'state', 'trainer_state'), 'None'),
 }
-_MAY_BE_OURS = frozenset(('response', 'solution', 'question', 'query', 'state'))  # by position
+# Of these, names that may stand for ours, by the positions that they then have.
+_MAY_BE_OURS = {
+    **dict.fromkeys(('question', 'query', 'state'), (0,)),
+    **dict.fromkeys(('response', 'solution'), (1, 2)),
+}
 _PROBES = 32  # calls with both forms of a completion before a TRL function gets texts
 
 
@@ -184,11 +188,13 @@ def _adapt(
         name,
     )
     return _TrlReward(name, function, names, takes_all, have_several)
-  is_foreign = any(key in _FOREIGN and key not in _MAY_BE_OURS for key in names)
+  is_foreign = any(
+      key in _FOREIGN and i not in _MAY_BE_OURS.get(key, ()) for i, key in enumerate(names)
+  )
   if not is_foreign and set(required) <= set(_OURS) and set(names) & set(_OURS):
     keys = [key for key in _OURS if key in names]
     if len(keys) < len(_OURS) or names[: len(_OURS)] != list(_OURS):
-      if inspect.Parameter.VAR_POSITIONAL not in kinds:
+      if not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
         return lambda *values: function(
             **{key: value for key, value in zip(_OURS, values) if key in keys}
         )

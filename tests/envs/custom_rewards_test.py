@@ -148,6 +148,10 @@ class ShapesTest(parameterized.TestCase):
       (lambda query, response, answer: 1, r'query=task.question, response=transcript'),
       (lambda question, answer, solution: 1, r'answer=task.answers\[0\], solution=transcript'),
       (lambda answer, *rest: 1, 'answer=answer'),
+      (lambda response, question, solution: 1, r'response=transcript, question=task.question'),
+      (lambda question, query, response: 1, r'query=task.question, response=transcript'),
+      (lambda question, solution, state: 1, r'solution=transcript, state=None'),
+      (lambda transcript, /, answer, task: 1, 'transcript=transcript'),
       (lambda transcript, task, extra: 1, 'extra=...'),
   )
   def test_other_shapes_are_refused_with_a_wrapper(self, function, words):
