@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+import math
 import re
 from typing import Any
 
@@ -617,6 +618,13 @@ def _reject_constant(name: str) -> None:
   raise ValueError(f'{name} is no JSON')
 
 
+def _read_float(text: str) -> float:
+  value = float(text)
+  if math.isinf(value):
+    raise ValueError(f'{text[:40]} is too large a number')
+  return value
+
+
 _TYPE_NAMES: dict[type, str] = {
     bool: 'boolean',  # which is an int, too
     int: 'integer',
@@ -630,7 +638,7 @@ _VALUE_END = re.compile('</parameter>|(?=<parameter=)|(?=</?function[=>])')
 # What follows a value without its closing tag: a parameter, or the end of a call and the next call.
 _LEFT_OUT = re.compile(r'\n<parameter=|</function>\s*(?:</tool_call>\s*<tool_call>\s*)?<function=')
 _NAMED_TAG = re.compile(r'<(function|parameter)=([^<>\n]+)>')
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_read_float)
 
 
 def _load(text: str) -> object:

@@ -160,6 +160,11 @@ class ParseTest(parameterized.TestCase):
       ('hermes', '<tool_call>["now"]</tool_call>', 'a "name" is needed'),
       ('hermes', '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '"arguments" must be'),
       ('hermes', '<tool_call>{"name": "wait", "arguments": {"seconds": NaN}}', 'NaN is no JSON'),
+      (
+          'hermes',
+          '<tool_call>{"name": "wait", "arguments": {"seconds": 1e400}}',
+          'too large a numb',
+      ),
       ('hermes', '<tool_call>{"name": "now", "argument": {}}</tool_call>', '"arguments" is miss'),
       ('hermes', '<tool_call>{"name": "wait", "seconds": 1}</tool_call>', '"arguments" is missing'),
       ('llama3', '{"name": "wait", "seconds": 1}', '"parameters" is missing'),
