@@ -57,7 +57,7 @@ _FOREIGN = {
     **dict.fromkeys(('labels', 'references'), '[task.answers[0]]'),
     **dict.fromkeys(('sample', 'samples', 'state', 'trainer_state'), 'None'),
 }
-# Of these, names that may stand for ours, by the positions that they then have.
+# The foreign names that may stand for ours, with the positions that they then have.
 _MAY_BE_OURS = {
     **dict.fromkeys(('question', 'query', 'state'), (0,)),
     **dict.fromkeys(('response', 'solution'), (1, 2)),
