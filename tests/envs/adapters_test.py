@@ -374,9 +374,11 @@ class ReasoningGymTest(parameterized.TestCase):
     self.assertEqual(info['metrics'], {'solved': 0.0, 'score': 0.0, 'answered': 1.0})
 
   def test_scorer_that_raises_gives_zero(self):
-    env, _ = self.make_with_scorer(lambda answer: float(int(answer) == 7))
-    rewards = {answer: env.step(f'<answer>{answer}</answer>')[1] for answer in ('7', '8', 'seven')}
-    self.assertEqual(rewards, {'7': 1.0, '8': 0.0, 'seven': 0.0})
+    scores = {'nan': float('nan'), 'none': None}
+    env, _ = self.make_with_scorer(lambda a: scores[a] if a in scores else float(int(a) == 7))
+    right = {'7': 1.0, '8': 0.0, 'seven': 0.0, 'nan': 0.0, 'none': 0.0}
+    rewards = {answer: env.step(f'<answer>{answer}</answer>')[1] for answer in right}
+    self.assertEqual(rewards, right)
 
   def test_scorer_that_accepts_anything_is_warned_of(self):
     _, lines = self.make_with_scorer(lambda answer: 1.0)

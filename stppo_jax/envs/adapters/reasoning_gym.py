@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 import inspect
+import math
 import re
 import sys
 from typing import Any
@@ -114,7 +115,10 @@ class ReasoningGymEnv(packages.PackageEnv):
       )
       return 0.0
     try:
-      return float(self._dataset.score_answer(answer=answer, entry=self._entry))
+      score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
+      if not math.isfinite(score):
+        raise ValueError(f'the score is {score}')
+      return score
     except Exception as error:  # some data sets cannot parse every answer
       logging.log_first_n(
           logging.WARNING,
