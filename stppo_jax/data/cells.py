@@ -93,7 +93,8 @@ def marks_bad(name: str, value: object) -> bool:
   if isinstance(value, str) and _BAD_TEXT.fullmatch(value.strip()):
     return True
   if isinstance(value, str) and 'error' in name:
-    return is_error(value)
+    has_words = re.search('[A-Za-z]{3}', value) is not None  # 1e-2 is a tolerance
+    return has_words and is_error(value)
   for pattern, bad in _MARKS:
     with contextlib.suppress(ValueError):
       if pattern.search(name) and flag(name, value) is bad:

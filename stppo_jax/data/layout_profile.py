@@ -65,7 +65,9 @@ _CONTEXT_WORDS = frozenset(
     'review tweet email schema stimulus situation'.split()
 )
 
-_SHARE_WORDS = frozenset('rate rates percentage ratio share num number count counts'.split())
+_SHARE_WORDS = frozenset(
+    'rate rates percentage ratio share accuracy num number count counts'.split()
+)
 
 _NAME_WORDS = frozenset('id ids title name number index key'.split())
 

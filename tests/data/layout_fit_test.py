@@ -203,7 +203,7 @@ class LayoutTest(_FileTest):
       ),
       (
           'kmmlu',
-          {'question': 'q', 'answer': 2, **_DICT, 'Category': 'c', 'Human Accuracy': 0.4},
+          {'question': 'q', 'answer': 2, **_DICT, 'Category': 'c', 'Human Accuracy': 0.0},
           'B',
           'x',
       ),
@@ -378,6 +378,7 @@ class LayoutTest(_FileTest):
       ('letter_of_the_question', {'question': 'q A) w B) x', 'answer': 'B', 'topic': 't'}, 'B'),
       ('no_error', {'question': 'q', 'answer': 'a', 'error_type': 'ok', 'valid': True}, 'a'),
       ('solve_rate', {'question': 'q', 'answer': 'a', 'success_rate': 0.0}, 'a'),
+      ('tolerance', {'question': 'q', 'answer': '5.1', 'error': '1e-1'}, '5.1'),
       ('popqa', {'question': 'q', 'possible_answers': '["a", "b"]', 'obj': 'a'}, 'a', 'b'),
       ('hops', {'question': 'q', 'answers': ['a', 'b'], 'hops': 2, 'year': 1999}, 'a', 'b'),
       ('set_of_sets', {'question': 'q', 'answer': '{{1,2},{3}}'}, '{{1,2},{3}}'),
