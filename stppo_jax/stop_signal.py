@@ -1,4 +1,4 @@
-"""The signal with which work that can be repeated is ended early."""
+"""The signal that ends work early, and a Ctrl-C that waits."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class StopSignal:
     self._event.set()
 
   def is_set(self) -> bool:
-    """Returns whether work is to end."""
+    """Returns whether work is to end. A condition may raise KeyboardInterrupt, see cli/signals."""
     return self._event.is_set() or any(condition() for condition in self._conditions)
 
   def raise_if_set(self) -> None:
@@ -66,6 +66,7 @@ def interrupt_afterwards() -> Iterator[None]:
   def postpone(number, frame):
     nonlocal is_pending
     if is_pending:
+      is_pending = False
       handler(number, frame)
     is_pending = True
 

@@ -6,9 +6,9 @@ of their agent tokens:
   L = -(1/n) sum of logp over the n agent tokens of the step's demonstrations
 
 The mean is over demonstrations alone, so that it does not depend on the number of sampled rows. It
-is the loss of `run.py sft` (training/sft.py). The mean is over an optimizer step: with several
-steps per update, a token weighs more in a step with few demonstrations. A step without any has no
-imitation loss.
+is the loss of `run.py sft` (training/sft.py) at temperature 1. The mean is over an optimizer step:
+with several steps per update, a token weighs more in a step with few demonstrations. A step without
+any has no imitation loss.
 Choice: the log-probs are those at `rollout.temperature`, as everywhere else in the trainer.
 """
 

@@ -22,9 +22,10 @@ Five fields take either the name of a built-in, or a function. systems/parts.py 
              All are scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is
              divided by the result.
 
+`value_loss` takes a name alone.
+
 A function reads its own settings from a dataclass that inherits from `variants.Variant` and adds
-fields. A run
-sets them by `--config.algorithm.options.NAME=VALUE`.
+fields. A run sets them by `--config.algorithm.options.NAME=VALUE`.
 """
 
 from collections.abc import Callable

@@ -49,7 +49,8 @@ VARIANTS = {
     'hl_gauss_ppo': Variant(
         'token_gae', 'token', whiten=True, value_loss='hl_gauss', value_clip=0.0
     ),
-    # This project's, docs/study.md. The applied step is multiplied by ||g|| / (||g|| + ||C||).
+    # The rule of this project, see docs/study.md. The applied step is multiplied by
+    # ||g|| / (||g|| + ||C||).
     'rs_ppo': Variant('token_gae', 'token', divisor='relative', divide='step', whiten=True),
     # Shao et al., arXiv 2402.03300
     'grpo': Variant('group_zscore', 'token', **KL_IN_LOSS),

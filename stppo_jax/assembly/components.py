@@ -428,10 +428,22 @@ def _tool_options(config: Config) -> dict[str, object]:
   render = None
   if os.path.isdir(config.model.folder):
     render = prepare.load_tokenizer(config).render
-  setting = config.env.options.get('form') or tool_calls.AUTO
-  form = tool_calls.form_name(setting, render)
+  form = call_form(config, render)
   turn = tool_calls.shown_call(render)
   return {'form': form, 'template_shows_tools': not turn or tool_calls.reads(form, turn)}
+
+
+def call_form(config: Config, render: Callable[..., str] | None) -> str:
+  """Returns the form in which turns of a run call tools, one of tool_calls.FORMS.
+
+  The environment `tools` has a setting of its own. `render` is Tokenizer.render.
+  """
+  from stppo_jax.text import tool_calls
+
+  setting = config.serve.tool_form
+  if config.env.kind == 'tools':
+    setting = config.env.options.get('form') or tool_calls.AUTO
+  return tool_calls.form_name(setting, render)
 
 
 def _load_function(field: str, name: str, built_in: Mapping[str, object]) -> Callable[..., Any]:

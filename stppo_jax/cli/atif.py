@@ -2,11 +2,11 @@
 
 import os
 
+from stppo_jax.assembly import components
 from stppo_jax.atif import reader as reader_lib
 from stppo_jax.atif import writer as writer_lib
 from stppo_jax.cli.command import Command
 from stppo_jax.rollout import prepare
-from stppo_jax.text import tool_calls
 
 
 def export_atif(command: Command) -> None:
@@ -16,7 +16,7 @@ def export_atif(command: Command) -> None:
   source = command.flags.input or os.path.join(workdir, 'episodes')
   folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
-  form = tool_calls.form_name(config.serve.tool_form, tokenizer.render)
+  form = components.call_form(config, tokenizer.render)
   writer_lib.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
@@ -28,7 +28,7 @@ def import_atif(command: Command) -> None:
   tokenizer = prepare.load_tokenizer(config)
   reader = reader_lib.AtifReader(
       tokenizer,
-      tool_calls.form_name(config.serve.tool_form, tokenizer.render),
+      components.call_form(config, tokenizer.render),
       config.rollout.max_observation,
       command.flags.retokenize,
       prepare.load_shape(config).vocab_size,

@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int | None:
     message = 'stopped on request, with nothing to save yet; the same command starts again'
     return _fail(program, message, 0)
   except KeyboardInterrupt:
-    message = 'interrupted; the same command resumes from the last checkpoint'
+    message = 'interrupted; a training resumes from its last checkpoint by the same command'
     return _fail(program, message, 130)
   except Exception as error:
     if not hosts.await_failure():

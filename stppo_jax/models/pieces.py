@@ -2,7 +2,7 @@
 
 The axis `context` of the mesh has c devices. The models compute pieces [Rc,P/c] in place of bins
 [R,P], so that all that works on single tokens is as for whole rows. Two things read other tokens:
-attention gathers keys and values of the whole bin, and `DevicePieces.before` the states.
+attention gathers keys and values of the whole bin, and `DevicePieces.before` gathers its states.
 
 A piece is an early and a late chunk of its bin, so that all devices attend to equally many tokens
 (as in Llama 3, arXiv 2407.21783, section 3.3.2). With c = 2 the chunks of a bin go to the devices

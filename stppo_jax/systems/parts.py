@@ -23,7 +23,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         'turn_zscore': 'stppo_jax.systems.ospo:TURN_ZSCORE',
         'grao': 'stppo_jax.systems.grao:GRAO',
     },
-    'ratio': dict.fromkeys(RATIOS),  # names of segments, see correction.py
+    'ratio': dict.fromkeys(RATIOS),  # names of segments, see segments.py
     'surrogate': {
         'clip': 'stppo_jax.algorithms.losses:clip',
         'cispo': 'stppo_jax.systems.cispo:cispo',

@@ -43,7 +43,6 @@ from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.text import tokenizer as tokenizer_lib
-from stppo_jax.text import tool_calls
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as state_lib
@@ -117,7 +116,7 @@ def load_pools(config: Config) -> Pools:
   tokenizer = prepare.load_tokenizer(config, env.frame)
   shape = prepare.load_shape(config)
   tokenizer_lib.check_matches(tokenizer, shape.vocab_size)
-  tool_form = tool_calls.form_name(config.serve.tool_form, tokenizer.render)
+  tool_form = components.call_form(config, tokenizer.render)
   renderer = conversations.Renderer(
       tokenizer, config.rollout.max_observation, tool_form, tuple(env.stop_strings)
   )

@@ -229,6 +229,7 @@ def train(
   A step has `rows` demonstrations, and no bin is longer than the last bucket. The result is
   deterministic for a seed.
   UserError: there are fewer demonstrations than rows, or one is longer than the last bucket.
+  RunError: a loss or a gradient is not finite.
   """
   lengths = np.array([len(row.tokens) for row in pool])
   if rows > len(pool) or lengths.max() > buckets[-1]:
@@ -249,10 +250,12 @@ def train(
     chosen = [pool[i] for i in order(n - 1)]
     state, loss = trainer.step(state, trainer.rows(chosen, rows))
     losses.append(loss)
-    if n % log_every == 0:
+    if n % log_every == 0 or n == steps:
       mean = np.mean(jax.device_get(losses))
+      if not np.isfinite(mean):
+        raise types.RunError(f'a loss or a gradient up to step {n} is not finite: lower the rate')
       step_s = (time.perf_counter() - started) / len(losses)
-      logging.info('warm start %d/%d: loss %.3f, %.2f s per step', n, steps, mean, step_s)
+      logging.info('step %d/%d: loss %.3f, %.2f s per step', n, steps, mean, step_s)
       losses = []
       started = time.perf_counter()
   return state['actor']

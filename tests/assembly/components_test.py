@@ -453,5 +453,17 @@ class PluginsTest(parameterized.TestCase):
       self.fail('nothing was raised')
 
 
+class CallFormTest(absltest.TestCase):
+
+  def test_environment_with_tools_has_its_own_form(self):
+    config = schema.Config()
+    config.serve.tool_form = 'llama3'
+    self.assertEqual(components.call_form(config, None), 'llama3')
+    config.env.kind = 'tools'
+    self.assertEqual(components.call_form(config, None), 'hermes')  # that of no chat template
+    config.env.options = {'form': 'tags'}
+    self.assertEqual(components.call_form(config, None), 'tags')
+
+
 if __name__ == '__main__':
   absltest.main()

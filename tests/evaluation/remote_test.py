@@ -113,9 +113,7 @@ class ClientTest(parameterized.TestCase):
     self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
 
   def client(self, address, api_key='', stop_signal=None, **fields):
-    stop_signal = stop_signal or mock.Mock(
-        **{'is_set.return_value': False}
-    )  # its waits are short
+    stop_signal = stop_signal or mock.Mock(**{'is_set.return_value': False})  # its waits are short
     fixed = dict(model='m', temperature=0.0, max_tokens=7)
     return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, stop_signal)
 

@@ -118,8 +118,9 @@ class InterruptTest(CheckpointCase):
     self.assertIs(signal.getsignal(signal.SIGINT), before)
 
   def test_second_interrupt_does_not_wait(self):
-    with self.assertRaises(KeyboardInterrupt):
+    with self.assertRaises(KeyboardInterrupt) as raised:
       self.save(2)
+    self.assertIsNone(raised.exception.__context__)  # it was raised once
     self.assertEqual(steps(self.workdir), [])
 
   def test_other_threads_and_ignored_interrupts_change_nothing(self):

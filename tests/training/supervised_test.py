@@ -23,6 +23,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.text import tokenizer as chat
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
+from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 CONFIG = decoder.ModelConfig(
@@ -123,6 +124,11 @@ class TrainTest(absltest.TestCase):
     moved = jax.tree.map(lambda a, b: a - b, params, state['actor'])
     chex.assert_trees_all_close(moved, gradient, atol=1e-5)
     self.assertAlmostEqual(trainer.loss(params, pool, 2), float(expected), places=5)
+
+  def test_loss_that_is_not_finite_is_an_error(self):
+    with mock.patch.object(supervised.Trainer, 'step', lambda self, state, rows: (state, np.nan)):
+      with self.assertRaisesRegex(RunError, 'up to step 2 is not finite'):
+        self.train(2)
 
   def test_too_few_or_too_long_rows_are_refused(self):
     with self.assertRaisesRegex(UserError, '^64 demonstrations of at most 4 tokens: at least 8'):
