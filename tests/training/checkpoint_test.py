@@ -96,6 +96,11 @@ class ChecksumTest(CheckpointCase):
 
 class InterruptTest(CheckpointCase):
 
+  def setUp(self):
+    super().setUp()
+    self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs may ignore it
+
   def save(self, presses):
     """Presses Ctrl-C `presses` times before Orbax's save, in the main thread."""
     orbax_save = ocp.CheckpointManager.save
@@ -124,7 +129,6 @@ class InterruptTest(CheckpointCase):
     self.assertEqual(steps(self.workdir), [])
 
   def test_other_threads_and_ignored_interrupts_change_nothing(self):
-    self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     self.save(1)
     thread = threading.Thread(target=self.save, args=(0,))

@@ -142,9 +142,9 @@ class BeforeWeightsTest(PreflightCase):
     self.refused(make_config(**values), 'absent')
 
   def test_missing_encoder_leaves_no_folder(self):
-    has_torch = importlib.util.find_spec('torch') is not None
+    has_packages = all(map(importlib.util.find_spec, ('torch', 'sentence_transformers')))
     config = make_config(retriever__kind='dense', retriever__encoder='/absent')
-    self.refused(config, 'absent' if has_torch else 'needs torch')
+    self.refused(config, 'absent' if has_packages else 'needs sentence-transformers and torch')
 
   @parameterized.parameters('model__folder', 'model__critic_folder')
   def test_missing_weights_leave_no_folder(self, setting):
