@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterable
 from collections.abc import Mapping
 import contextlib
+import functools
 import io
 import itertools
 import math
@@ -35,7 +36,7 @@ _MARKS = (
     ),
 )
 _BAD_TEXT = re.compile(
-    'incorrect|invalid|wrong|bad|poor|fail(ed|ure)?|reject(ed)?|undesirable' '|un(re)?solved|error',
+    'incorrect|invalid|wrong|bad|poor|fail(ed|ure)?|reject(ed)?|undesirable|un(re)?solved|error',
     re.IGNORECASE,
 )
 _NO_ERROR = ('', 'no', 'none', 'null', 'nan', 'ok', 'no error', *_FALSE)
@@ -95,11 +96,17 @@ def marks_bad(name: str, value: object) -> bool:
   if isinstance(value, str) and 'error' in name:
     has_words = re.search('[A-Za-z]{3}', value) is not None  # 1e-2 is a tolerance
     return has_words and is_error(value)
-  for pattern, bad in _MARKS:
-    with contextlib.suppress(ValueError):
-      if pattern.search(name) and flag(name, value) is bad:
+  for bad in _bad_flags(name):
+    with contextlib.suppress(ValueError):  # a value that is no flag marks nothing
+      if flag(name, value) is bad:
         return True
   return False
+
+
+@functools.lru_cache(1024)  # one entry per column, and not per cell
+def _bad_flags(name: str) -> tuple[bool, ...]:
+  """Returns the flags that mark a bad row in a column of this name."""
+  return tuple(bad for pattern, bad in _MARKS if pattern.search(name))
 
 
 def parsed(text: str) -> Any:
@@ -113,7 +120,7 @@ def parsed(text: str) -> Any:
   try:
     return types.parse_json(text)
   except (ValueError, RecursionError):
-    pass
+    pass  # it may be Python
   try:
     value = types.without_surrogates(ast.literal_eval(text.strip()))
   except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

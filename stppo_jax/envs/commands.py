@@ -73,7 +73,7 @@ class Process:
     try:
       self._process.stdin.close()  # type: ignore[union-attr]
     except OSError:
-      pass
+      pass  # the keeper has died
     if not self.wait(_END_S):
       self._process.kill()
       self._process.wait()
@@ -206,5 +206,5 @@ def _finite(value, line):
     if _is_number(value) and math.isfinite(value):
       return float(value)
   except OverflowError:
-    pass
+    pass  # an integer beyond the range of a float
   raise CommandFailed(f'its last line needs finite numbers: {line[:_MAX_SHOWN]}')

@@ -3,11 +3,10 @@
 from typing import Any
 
 from stppo_jax import plugins
-from stppo_jax.algorithms import correction
 from stppo_jax.algorithms.variant import RATIOS
 
-# Column -> {name: the part, or its 'module:attribute'}. A run imports the modules of its own parts.
-BUILT_IN: dict[str, dict[str, Any]] = {
+# Column -> {name: 'module:attribute'}. A run imports the modules of its own parts.
+BUILT_IN: dict[str, dict[str, str | None]] = {
     'advantage': {
         'none': 'stppo_jax.systems.distillation:NO_ADVANTAGE',
         'token_gae': 'stppo_jax.algorithms.advantages:TOKEN_GAE',
@@ -41,7 +40,12 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         'p3o': 'stppo_jax.systems.p3o:P3O',
         'rover': 'stppo_jax.systems.rover:ROVER',
     },
-    'divisor': {**correction.DIVISORS},
+    'divisor': {
+        'none': 'stppo_jax.algorithms.correction:no_divisor',
+        'paper': 'stppo_jax.algorithms.correction:paper_divisor',
+        'floor': 'stppo_jax.algorithms.correction:floor_divisor',
+        'relative': 'stppo_jax.algorithms.correction:relative_divisor',
+    },
     'value_loss': {
         'mse': 'stppo_jax.algorithms.losses:SQUARED_ERROR',
         'hl_gauss': 'stppo_jax.systems.hl_gauss:BINS',
@@ -57,5 +61,5 @@ def find(column: str, name: str) -> Any:
   names = BUILT_IN[column]
   if name not in names:
     raise ValueError(f'{column} {name!r} is none of {", ".join(names)}')
-  part = names[name]
-  return plugins.resolve(part) if isinstance(part, str) else part
+  path = names[name]
+  return plugins.resolve(path) if path else None

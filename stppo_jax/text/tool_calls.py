@@ -626,7 +626,7 @@ def _read_float(text: str) -> float:
 
 
 _TYPE_NAMES: dict[type, str] = {
-    bool: 'boolean',  # which is an int, too
+    bool: 'boolean',  # a bool is an int, too
     int: 'integer',
     float: 'number',
     str: 'string',

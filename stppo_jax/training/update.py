@@ -600,7 +600,7 @@ def _divide(inputs, summed, bias):
     c_norm = jnp.abs(summed.sums.clipped_objective)
   is_counted = inputs.weights.policy != 0
   any_clipped = (summed.tokens.clipped & is_counted).any()
-  divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
+  divisor = correction.divisor(variant.function('divisor'), g_norm, c_norm, any_clipped)
   value_gradient = summed.critic if spec.shared_trunk else None
   order = variant.divide
   divided = correction.divide(order, g, value_gradient, divisor, spec.actor_clip)

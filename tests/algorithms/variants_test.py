@@ -7,6 +7,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.systems import parts
@@ -99,6 +100,11 @@ class VariantsTest(parameterized.TestCase):
         if column not in ('ratio', 'objective'):
           with self.assertRaisesRegex(NotImplementedError, 'use variants.Variant'):
             variant_lib.BaseVariant(**{column: name}).function(column)
+
+  def test_divisors_have_the_names_of_their_functions(self):
+    for name, function in correction.DIVISORS.items():
+      self.assertIs(variants.Variant(divisor=name).function('divisor'), function)
+    self.assertEqual(correction.DIVISORS.keys(), parts.BUILT_IN['divisor'].keys())
 
   def test_unknown_name_lists_the_parts(self):
     with self.assertRaisesRegex(ValueError, "surrogate 'clop' is none of clip, cispo"):

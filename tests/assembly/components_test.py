@@ -460,7 +460,7 @@ class CallFormTest(absltest.TestCase):
     config.serve.tool_form = 'llama3'
     self.assertEqual(components.call_form(config, None), 'llama3')
     config.env.kind = 'tools'
-    self.assertEqual(components.call_form(config, None), 'hermes')  # that of no chat template
+    self.assertEqual(components.call_form(config, None), 'hermes')  # there is no chat template
     config.env.options = {'form': 'tags'}
     self.assertEqual(components.call_form(config, None), 'tags')
 
