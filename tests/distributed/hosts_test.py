@@ -220,7 +220,7 @@ time.sleep(300)
 
 class TwoProcessesTest(absltest.TestCase):
   """One story: two processes train as one does, one is killed, they resume, the other is killed,
-  the checkpoint is evaluated, and one process alone goes on."""
+  the checkpoint is evaluated, and one process alone continues."""
 
   @classmethod
   def setUpClass(cls):

@@ -88,7 +88,7 @@ class TurnTest(parameterized.TestCase):
       ('<think>x</think><search> a', 'stop', '<think>x</think><search> a</search>'),
       ('<think>x</think><answer> b', 'stop', '<think>x</think><answer> b</answer>'),
       ('<search> a <answer> b', 'stop', '<search> a <answer> b</answer>'),
-      # One that does not, or that keeps it, goes on after it.
+      # A server that does not stop, or that keeps the string, continues after it.
       ('<search>a</search><information>', 'stop', '<search>a</search>'),
       ('<search>a</search>', 'length', '<search>a</search>'),
       # The end of the text, and the limit.

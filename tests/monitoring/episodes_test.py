@@ -225,7 +225,7 @@ class RecorderTest(absltest.TestCase):
       recorder.put('train', 1, slow)
       self.assertTrue(begun.wait(60))
       recorder.put('train', 2, records())
-      recorder.put('train', 3, records())  # finds no room, is told and left out
+      recorder.put('train', 3, records())  # the queue is full: left out, with a warning
       threading.Timer(0.2, go_on.set).start()
     written = sorted(os.listdir(os.path.join(self.workdir, 'episodes')))
     self.assertEqual(written, ['train_000001.jsonl', 'train_000002.jsonl'])

@@ -71,7 +71,7 @@ ENTRY %main (a: f32[2,4]) -> f32[2,4] {
 """  # noqa: E501
 
 
-# An all-gather that begins before a loop of seven and goes on in its iterations.
+# An all-gather that begins before a loop of seven and ends after it.
 HLO_OVERLAPPED = """
 HloModule made_by_hand
 

@@ -345,8 +345,8 @@ class RecordsTest(absltest.TestCase):
     )
 
 
-# A page without a browser: it counts nodes, reads of arrays, and how often a layout is computed,
-# which is when a height is read after the page has changed.
+# A page without a browser. It counts nodes, reads of arrays and layouts. A layout is computed when
+# a height is read after the page has changed.
 PAGE = """
 let nodes = 0, reads = 0, layouts = 0, hasChanged = true;
 class Node {

@@ -224,7 +224,7 @@ class SamplerTest(parameterized.TestCase):
 
   FORCED = (
       ([5, 6, 7], [1], [2, 9, 9, 9, 4, 4, 4, 8, 1], [6, 6, 6, 6]),
-      ([1, 2], [9, 8, 7, 6, 5], [4], []),  # one row gets nothing and goes on
+      ([1, 2], [9, 8, 7, 6, 5], [4], []),  # one row gets nothing and continues
       ([11], [12], [13, 13], [14]),
   )
 

@@ -357,7 +357,7 @@ class Program:
     return num_answered == self.num_sent and is_ended and is_over
 
   def ask_leave(self, old, messages, fields):
-    """The client ends the stream after some text, and goes on with this text."""
+    """The client ends the stream after some text, and continues with this text."""
     before = len(self.decoder.answers)
     self.decoder.pauses_after = self.rng.randrange(2, 5)
     text = ''

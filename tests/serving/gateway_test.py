@@ -511,7 +511,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertIn('query', json.loads(call['function']['arguments']))
     longer = self.ask(temperature=0, tools=[SEARCH], parallel_tool_calls=True, max_tokens=60)
     self.assertGreater(longer['usage']['completion_tokens'], body['usage']['completion_tokens'])
-    self.assertEqual(  # it goes on after the call
+    self.assertEqual(  # it continues after the call
         longer['choices'][0]['message']['tool_calls'][0]['function'], call['function']
     )
     result = {'role': 'tool', 'tool_call_id': call['id'], 'content': '<information></information>'}

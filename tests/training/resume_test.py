@@ -330,7 +330,7 @@ class ResumeTest(parameterized.TestCase):
     like = {'actor': one.state.actor}  # as evaluation and export read it
     part, _ = recovery.restore_part(self.workdir, like)
     chex.assert_trees_all_equal(jax.device_get(part['actor']), jax.device_get(one_state.actor))
-    micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
+    micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and continues there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
   def test_other_questions_are_refused_on_resume(self):
@@ -444,7 +444,7 @@ class StalenessTest(parameterized.TestCase):
 
     with pipelines.Pipeline(sample, 1) as pipeline:
       self.assertEqual(pipeline.take({}, 1).staleness, 0)
-      self.assertTrue(begun.wait(60))  # batch 2 is under way, and this thread goes on
+      self.assertTrue(begun.wait(60))  # batch 2 is under way, and this thread continues
       self.assertEqual(pipeline.contents(), [pipelines.Unsampled(2, 1, {})])
       self.assertFalse(pipeline._sampling.acquire(blocking=False))
       go_on.set()
