@@ -43,12 +43,9 @@ class ReadMessage:
     self.content: str = message['content']
     functions = [call['function'] for call in message.get('tool_calls') or ()]
     self.calls = tuple((call['name'], _write(call['arguments'])) for call in functions)
-
-  @functools.cached_property
-  def identity(self) -> tuple[object, ...]:
-    """Two messages with equal identities are the same. White space around a turn does not count."""
     content = self.content.strip() if self.role == 'assistant' else self.content
-    return self.role, content, self.calls
+    # Two messages with equal identities are the same. White space around a turn does not count.
+    self.identity: tuple[object, ...] = (self.role, content, self.calls)
 
   @functools.cached_property
   def _parts(self) -> tuple[tuple[str, ...], str]:
