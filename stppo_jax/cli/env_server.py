@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import resource
+import sys
 
 from absl import logging
 
@@ -14,6 +15,9 @@ from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
 _OTHER_FILES = 256  # open files of a server besides those of its sessions
+# A call starts and ends after a few switches between threads, and every environment that computes
+# keeps each of them waiting for this long. Python's default is 5 ms.
+_SWITCH_INTERVAL_S = 0.001
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 
@@ -72,6 +76,7 @@ def serve(command: Command) -> None:
     raise UserError(
         f'--port={port} at config.serve.host={host!r} cannot be used ({error}): give another one'
     ) from error
+  sys.setswitchinterval(_SWITCH_INTERVAL_S)
   with server:
     logging.info('%s at %s: --config.env.kind=openenv:%s', kind, server.url, server.url)
     command.stop_signal.wait(math.inf)

@@ -82,8 +82,7 @@ class Guard:
     if self._in_place and (is_main or self._stop_signal is NEVER):
       return _call_in_place(function, *args, **kwargs)
     job = _Job(function, args, kwargs, self._timeout_s)
-    worker = _take_worker()
-    worker.jobs.put(job)
+    worker = _start(job)
     try:
       while not job.ended.wait(min(_POLL_S, max(job.deadline - time.monotonic(), 0.0))):
         if self._stop_signal.is_set():
@@ -191,11 +190,12 @@ class _Job:
 
 
 class _Worker(threading.Thread):
-  """A thread that makes one call at a time."""
+  """A thread that makes one call at a time, `job` first."""
 
-  def __init__(self):
+  def __init__(self, job):
     super().__init__(daemon=True, name='guarded')
     self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    self.jobs.put(job)
     self.start()
 
   def run(self):
@@ -217,11 +217,14 @@ class _Worker(threading.Thread):
     return traceback.StackSummary.from_list(frames[own[-1] + 1 :] if own else frames)
 
 
-def _take_worker():
+def _start(job):
+  """Starts a call, and returns the thread that makes it."""
   with _LOCK:
-    if _IDLE:
-      return _IDLE.pop()
-  return _Worker()
+    worker = _IDLE.pop() if _IDLE else None
+  if worker is None:
+    return _Worker(job)
+  worker.jobs.put(job)
+  return worker
 
 
 def _call_in_place(function, *args, **kwargs):
