@@ -5,11 +5,11 @@
   python -m benchmarks.rollout --sizes=2.9M,20M,47M --threads=1 --figures=sample,episodes
   python -m benchmarks.rollout --profile                     # profiles ours, without a peer
 
-`sample`: 32 prompts of 64 tokens, then exactly 128 sampled tokens. `turns`: 4 turns of 32 sampled
-and 32 observed tokens. `episodes`: 64 episodes of 4 turns of 128 sampled and 128 observed tokens,
-with a retriever that takes 50 ms per batch of queries. Tokens per second count sampled tokens; the
-time includes the prefill of prompts and observations. Ours also returns each token's log-prob,
-which the peers do not compute.
+`sample`: 32 prompts of 64 tokens, then exactly 128 sampled tokens. For 135M it is 16 prompts of 128
+tokens and 64 sampled ones. `turns`: 4 turns of 32 sampled and 32 observed tokens. `episodes`: 64
+episodes of 4 turns of 128 sampled and 128 observed tokens, with a retriever that takes 50 ms per
+batch of queries. Tokens per second count sampled tokens; the time includes the prefill of prompts
+and observations. Ours also returns each token's log-prob, which the peers do not compute.
 
 tunix's sampler cannot continue from an earlier call's cache, so it prefills the whole conversation
 in every turn. It gets a cache no larger than the turn needs, and a program compiled for it.
@@ -28,7 +28,9 @@ _FIGURES = flags.DEFINE_list(
     'figures', ['sample', 'turns', 'episodes'], 'of sample, turns, episodes'
 )
 
-PROMPT, TURNS, OBSERVED = 64, 4, 32
+SAMPLES = {'135M': (16, 128, 64)}  # rows, tokens of a prompt, sampled tokens
+OTHERS = (32, 64, 128)
+TURNS, OBSERVED = 4, 32
 EPISODES, LONG_TURN, RETRIEVER_S = 64, 128, 0.05
 
 
@@ -38,14 +40,15 @@ def main(unused_argv):
 
 def run(size, threads, quick, repeats):
   """Measures all figures of one size and thread setting."""
-  rows, num_new, turn = (4, 16, 8) if quick else (32, 128, 32)
+  rows, prompt, num_new = (4, 64, 16) if quick else SAMPLES.get(size, OTHERS)
+  turn = 8 if quick else 32
   episodes, long_turn = (8, 16) if quick else (EPISODES, LONG_TURN)
   with tempfile.TemporaryDirectory() as folder:
     ours = side_by_side.Worker(threads, 'benchmarks.ours', 'Sampling', size, folder)
     model = ours.call('model')
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.integers(1, model['vocab_size'], shape)
-    prompts, observations = draw(rows, PROMPT), draw(TURNS - 1, rows, OBSERVED)
+    prompts, observations = draw(rows, prompt), draw(TURNS - 1, rows, OBSERVED)
     if side_by_side.PROFILE.value:
       side_by_side.print_ops(ours.call('profile', 2, prompts, num_new))
       ours.close()
@@ -88,7 +91,7 @@ def run(size, threads, quick, repeats):
           peers,
           'multi_turn',
           'multi_turn_resending',
-          draw(episodes, PROMPT),
+          draw(episodes, prompt),
           draw(TURNS - 1, episodes, long_turn),
           long_turn,
           RETRIEVER_S,
