@@ -51,7 +51,7 @@ class EpisodeGroup(TypedDict):
   label: str
   step: int
   kind: str  # 'train' or 'eval'
-  shown: int
+  shown: int  # episodes, of which each has one line or more
   total: int
   counts: collections.Counter[tuple[str, int]]  # by (data set or role, hops)
   episodes: list[dict[str, Any]]  # lines of the file
@@ -337,7 +337,9 @@ def episode_group(
       logging.warning('%s: %d unreadable lines left out of the report', path, num_unreadable)
     episodes = []
     size = 0
+    num_shown = 0
     for lines in _choose(right, wrong, limit):
+      before = len(episodes)
       for start in lines:
         file.seek(start)
         episode = json.loads(file.readline())
@@ -345,11 +347,12 @@ def episode_group(
         if not episodes or size + episode_size <= max_bytes:
           size += episode_size
           episodes.append(episode)
+      num_shown += len(episodes) > before  # an episode may have several lines
   return {
       'label': f'{label} ({step})',
       'step': step,
       'kind': kind,
-      'shown': len(episodes),
+      'shown': num_shown,
       'total': len(right) + len(wrong),
       'counts': counts,
       'episodes': episodes,

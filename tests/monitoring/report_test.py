@@ -229,6 +229,16 @@ class ReportTest(parameterized.TestCase):
       file.writelines(json.dumps(episode) + '\n' for _ in range(10))
     self.assertIn('last training update (1): 2 of 10', _shown(_page_json(self._page())))
 
+  def test_rows_of_an_episode_count_once(self):
+    write_fake_run(self.workdir, updates=1, with_eval=False)
+    path = os.path.join(self.workdir, 'episodes', 'train_000001.jsonl')
+    episode = _fake_episode(random.Random(0), 1, 'train')
+    rows = [episode | {'of_episode': number, 'segment': i} for number in (0, 1) for i in range(3)]
+    with open(path, 'w', encoding='utf-8') as file:
+      file.writelines(json.dumps(row) + '\n' for row in rows)
+    group = report.episode_group(self.workdir, 'train', 1)
+    self.assertEqual((len(group['episodes']), group['shown'], group['total']), (6, 2, 2))
+
   def test_first_episode_is_shown_however_long(self):
     write_fake_run(self.workdir, updates=1, with_eval=False)
     group = report.episode_group(self.workdir, 'train', 1, max_bytes=10)
