@@ -241,7 +241,7 @@ def _make_spec(variant, config, learning_rate, micro_batch, length):
       actor_clip=1.0,
       critic_clip=1.0,
       micro_batch=micro_batch,
-      lengths=(length,),
+      length_buckets=(length,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=0,
@@ -425,9 +425,11 @@ class PpoStep:
 
   def _to_batch(self, episodes):
     """Returns (batch, the optimizer step on all of it)."""
-    batch = batching.to_turn_batch(episodes, self._spec.lengths, sharding=sharding.rows(self._mesh))
+    batch = batching.to_turn_batch(
+        episodes, self._spec.length_buckets, sharding=sharding.rows(self._mesh)
+    )
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
-    packed = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths)
+    packed = packing.pack(lengths, self._spec.micro_batch, self._spec.length_buckets)
     return batch, packing.Step(np.arange(len(episodes), dtype=np.int32), packed)
 
   def _annotate(self, batch, step):

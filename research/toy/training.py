@@ -202,7 +202,7 @@ def make_spec(config: toy_settings.ToyConfig) -> train_state.Spec:
       actor_lr=actor_lr,
       critic_lr=critic_lr,
       micro_batch=1,
-      lengths=(config.chain.columns,),
+      length_buckets=(config.chain.columns,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=config.critic_warmup * config.steps,

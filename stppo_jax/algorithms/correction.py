@@ -33,13 +33,13 @@ class Cotangents(NamedTuple):
   bias: jax.Array  # the cotangent of C [B,T]
   # 'ratio' [B,T], 'clipped' [B,T] bool, 'pg_loss' -J, 'row_losses' [B] its terms by row, and
   # 'clipped_objective' J_c.
-  parts: dict[str, jax.Array]
+  aux: dict[str, jax.Array]
 
 
 def cotangents(
     logp: jax.Array, batch: TurnBatch, variant: BaseVariant, weights: jax.Array | None = None
 ) -> Cotangents:
-  """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and parts.
+  """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and aux.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment of t

@@ -41,8 +41,8 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: BaseVariant) ->
     return -row_values.sum(), (row_values, clipped)
 
   differentiate = jax.value_and_grad(loss_of, has_aux=True)
-  (loss, parts), d_outputs = differentiate(outputs)
-  row_values, clipped = parts
+  (loss, aux), d_outputs = differentiate(outputs)
+  row_values, clipped = aux
   mask = batch.action_mask > 0
   log_ratio = outputs.logp - batch.old_logp
   log_ratio = jnp.where(mask, log_ratio, 0)

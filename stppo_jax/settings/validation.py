@@ -138,10 +138,10 @@ def _check_mix(config):
   """Checks each environment of a mix as a run with this environment alone."""
   if not config.env.mix:
     return
-  parts = plugins.resolve('stppo_jax.settings.sections.mix:parts')
-  for part in parts(config):
-    with explain(part.name):
-      validate(part.config)
+  environments = plugins.resolve('stppo_jax.settings.sections.mix:environments')
+  for member in environments(config):
+    with explain(member.name):
+      validate(member.config)
 
 
 @contextlib.contextmanager

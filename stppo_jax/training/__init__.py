@@ -1,6 +1,6 @@
 """Training: batches of episodes in, a better policy out.
 
-loop.py         the loop; run.py has its parts, assembled from a config
+loop.py         the loop; run.py assembles a run from a config
 learner.py      the policies of a run, and the functions that update them
 minibatches.py  splits a batch into steps, and packing.py packs a step into bins
 update.py       the compiled update: log-probs, advantages (transforms.py), steps

@@ -25,7 +25,7 @@ class Bins:
   mini_batch: int  # episodes per optimizer step, with all of their rows
   epochs: int  # passes over the batch
   micro_batch: int  # bins computed together
-  lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
+  length_buckets: tuple[int, ...]  # tokens per bin, rising; the last holds every row
   pad_id: int
   sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
@@ -38,7 +38,7 @@ class Bins:
     """The share of padding among the tokens that a model computes in these steps."""
     computed = 0
     for step in steps:
-      computed += packing.num_computed(step.packing, self.micro_batch, self.lengths)
+      computed += packing.num_computed(step.packing, self.micro_batch, self.length_buckets)
     share = sum(packing.num_places(step.packing) for step in steps) / max(computed, 1)
     return 1 - share
 
@@ -75,13 +75,13 @@ def to_device(
   lengths = np.zeros(num_rows, np.int32)
   for row, episode in enumerate(episodes):
     lengths[row] = batching.trained_length(episode)
-  largest_bucket = bins.lengths[-1:]
+  largest_bucket = bins.length_buckets[-1:]
   batch = batching.to_turn_batch(
       episodes, largest_bucket, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
   )
   identities = None
   if bins.share_prefixes:
-    identities = _identities(episodes, (num_rows, bins.lengths[-1]))
+    identities = _identities(episodes, (num_rows, bins.length_buckets[-1]))
   steps = []
   for i, rows in enumerate(rows_of_steps):
     is_first_of_epoch = i % steps_per_epoch == 0
@@ -91,7 +91,7 @@ def to_device(
     rows = np.concatenate([rows, padding[:num_padding]])
     padding = padding[num_padding:]
     tokens = None if identities is None else identities[rows]
-    places = packing.pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared, tokens)
+    places = packing.pack(lengths[rows], bins.micro_batch, bins.length_buckets, bins.shared, tokens)
     step = Step(rows.astype(np.int32), places)
     steps.append(step)
   return batch, steps
@@ -120,7 +120,7 @@ def shapes(
       bins.mini_batch * rows_per_episode, most_episodes * rows_per_episode
   )
   num_rows = rows_per_step * steps_per_epoch
-  length = bins.lengths[-1]
+  length = bins.length_buckets[-1]
   batch = batching.batch_shapes(num_rows, length, routed_model, roles, bins.marks_demonstrations)
   return batch, packing.step_shapes(length, bins.share_prefixes, rows_per_step)
 

@@ -205,7 +205,7 @@ def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
       return _bin_columns(spec, actor, critic, frozen, tokens, layout, routes)
 
     return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, spec.pieces
+        one_micro_batch, step.packing, spec.micro_batch, spec.length_buckets, spec.pieces
     )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..], the rows at their places in the batch
@@ -359,7 +359,9 @@ class StepInputs:
     spec = self.spec
     if packing is None:
       return function(packing_lib.RowLayout(self.batch.tokens.shape))
-    return packing_lib.sum_over(function, packing, spec.micro_batch, spec.lengths, spec.pieces)
+    return packing_lib.sum_over(
+        function, packing, spec.micro_batch, spec.length_buckets, spec.pieces
+    )
 
 
 def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
@@ -512,14 +514,14 @@ def _policy_cotangents(inputs, layout, outputs, row_cotangents):
   d_reference_kl = None
   if row_cotangents is None:
     policy_weights = inputs.weights.policy * is_here
-    d_logp, d_bias, parts = correction.cotangents(logp, batch, variant, weights=policy_weights)
+    d_logp, d_bias, aux = correction.cotangents(logp, batch, variant, weights=policy_weights)
     tokens = tokens._replace(
-        bias_cotangent=d_bias, ratio=parts['ratio'] * is_here, clipped=parts['clipped'] * is_here
+        bias_cotangent=d_bias, ratio=aux['ratio'] * is_here, clipped=aux['clipped'] * is_here
     )
     sums = sums._replace(
-        pg_loss=parts['pg_loss'],
-        row_losses=parts['row_losses'],
-        clipped_objective=parts['clipped_objective'],
+        pg_loss=aux['pg_loss'],
+        row_losses=aux['row_losses'],
+        clipped_objective=aux['clipped_objective'],
     )
   else:
     d_logp = row_cotangents.outputs.logp * is_here

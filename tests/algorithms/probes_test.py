@@ -265,7 +265,7 @@ def _spec(variant):
       actor_lr=schedule,
       critic_lr=schedule,
       micro_batch=1,
-      lengths=(COLUMNS,),
+      length_buckets=(COLUMNS,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=0,
