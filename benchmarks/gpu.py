@@ -247,7 +247,7 @@ class Learning:
     """Returns the optimizer step on all rows, as the run packs them for this attention."""
     shared = attention.takes_segments(self.actor.attention)
     places = packing.pack(lengths, self._spec.micro_batch, self._spec.length_buckets, shared)
-    return packing.Step(np.arange(len(lengths), dtype=np.int32), places)
+    return packing.OptimizerStep(np.arange(len(lengths), dtype=np.int32), places)
 
   def annotate(self, step):
     """Returns the batch with log-probs and values."""

@@ -272,7 +272,7 @@ class Learning:
     self._states, self._functions = {}, {}
     # Rows of equal length, so each is a bin of its own: the peer does not pack.
     packed = packing.pack(np.full(rows, length), micro_batch, (length,))
-    self._step = packing.Step(np.arange(rows, dtype=np.int32), packed)
+    self._step = packing.OptimizerStep(np.arange(rows, dtype=np.int32), packed)
     self._batches = self._make_batches(self._actor_config.vocab_size, rows, length)
 
   def _parameters(self):
@@ -430,7 +430,7 @@ class PpoStep:
     )
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
     packed = packing.pack(lengths, self._spec.micro_batch, self._spec.length_buckets)
-    return batch, packing.Step(np.arange(len(episodes), dtype=np.int32), packed)
+    return batch, packing.OptimizerStep(np.arange(len(episodes), dtype=np.int32), packed)
 
   def _annotate(self, batch, step):
     return self._functions.annotate(self._state, train_state.Frozen(), batch, packing.stack([step]))

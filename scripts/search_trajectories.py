@@ -74,7 +74,8 @@ def main(argv):
   if not number:
     raise UserError(
         f'no demonstration of {len(components.tasks)} questions is valid: check that '
-        'config.data.corpus has the passages of config.data.source, and the lengths of config.rollout'
+        'config.data.corpus has the passages of config.data.source, and the lengths of '
+        'config.rollout'
     )
 
 

@@ -224,7 +224,7 @@ OPTIONAL = (
     'models.families.qwen35',
     'models.families.smollm',
     'models.families.windowed',
-    'models.head_parts',
+    'models.head_chunks',
     'models.hf_export',
     'models.lora',
     'models.moe',

@@ -71,7 +71,7 @@ class SplitRows(typing.NamedTuple):
 
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
-  steps: list[packing.Step]
+  steps: list[packing.OptimizerStep]
 
 
 @dataclasses.dataclass

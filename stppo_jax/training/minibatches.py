@@ -1,6 +1,6 @@
 """Mini-batches: splits the rows of a batch into optimizer steps and moves them to the devices.
 
-Episodes in, TurnBatch and Steps out, on the host. packing.py has the bins of a step.
+Episodes in, TurnBatch and OptimizerSteps out, on the host. packing.py has the bins of a step.
 """
 
 import collections
@@ -15,7 +15,7 @@ from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
 from stppo_jax.training import packing
-from stppo_jax.training.packing import Step
+from stppo_jax.training.packing import OptimizerStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Bins:
   shared: bool = True  # whether a bin may hold several rows
   share_prefixes: bool = False  # whether its rows may share places
   whole_groups: bool = False  # whether all episodes of a group go to the same step
-  # Whether all batches have the column `demonstrated`, so that one program is compiled for them.
+  # Whether all batches have the field `demonstrated`, so that one program is compiled for them.
   marks_demonstrations: bool = False
 
-  def padding(self, steps: Sequence[Step]) -> float:
+  def padding(self, steps: Sequence[OptimizerStep]) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
     computed = 0
     for step in steps:
@@ -45,7 +45,7 @@ class Bins:
 
 def to_device(
     episodes: Sequence[types.Episode], bins: Bins, key: jax.Array
-) -> tuple[types.TurnBatch, list[Step]]:
+) -> tuple[types.TurnBatch, list[OptimizerStep]]:
   """Moves a batch of rows to the devices, and splits it into optimizer steps by `key`.
 
   All rows of an episode go to the same step. All steps have the same number of rows. Rows of
@@ -92,7 +92,7 @@ def to_device(
     padding = padding[num_padding:]
     tokens = None if identities is None else identities[rows]
     places = packing.pack(lengths[rows], bins.micro_batch, bins.length_buckets, bins.shared, tokens)
-    step = Step(rows.astype(np.int32), places)
+    step = OptimizerStep(rows.astype(np.int32), places)
     steps.append(step)
   return batch, steps
 
@@ -103,7 +103,7 @@ def shapes(
     group_size: int,
     roles: Sequence[str] = (),
     routed_model: decoder.ModelConfig | None = None,
-) -> tuple[types.TurnBatch, Step]:
+) -> tuple[types.TurnBatch, OptimizerStep]:
   """Returns the shapes of what `to_device` makes: the batch, and one step.
 
   Each episode has one row, or one for each of the `roles`. For a mixture of experts `routed_model`

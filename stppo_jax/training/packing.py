@@ -73,7 +73,7 @@ class Packing:
 
 
 @flax.struct.dataclass
-class Step:
+class OptimizerStep:
   """One optimizer step: its rows of the batch, and their place in the bins."""
 
   rows: Array  # [b] int32, rising
@@ -169,7 +169,7 @@ def pieces_of(mesh: jax.sharding.Mesh) -> attention.Pieces | None:
   return pieces.DevicePieces(mesh)
 
 
-def num_tokens(steps: Sequence[Step]) -> int:
+def num_tokens(steps: Sequence[OptimizerStep]) -> int:
   """Counts the tokens of the rows of these steps."""
   lengths = [step.packing.length for step in steps]
   return sum(int(length.sum()) for length in lengths)
@@ -326,8 +326,8 @@ def num_computed(packing: Packing, num_bins: int, length_buckets: Sequence[int])
   return num_bins * int(capacities.sum())
 
 
-def stack(steps: Sequence[Step]) -> Step:
-  """Stacks Steps of equally many rows along a leading axis."""
+def stack(steps: Sequence[OptimizerStep]) -> OptimizerStep:
+  """Stacks OptimizerSteps of equally many rows along a leading axis."""
 
   def join(*leaves):
     return np.stack(leaves)
@@ -335,12 +335,12 @@ def stack(steps: Sequence[Step]) -> Step:
   return jax.tree.map(join, *steps)
 
 
-def step_shapes(num_tokens: int, share_prefixes: bool, *axes: int) -> Step:
-  """Returns the shapes of a Step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
+def step_shapes(num_tokens: int, share_prefixes: bool, *axes: int) -> OptimizerStep:
+  """Returns the shapes of a step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
   shape: Any = jax.ShapeDtypeStruct
   whole = shape(axes, np.int32)
   place = shape((*axes, num_tokens), np.int32) if share_prefixes else None
-  return Step(whole, Packing(whole, whole, whole, place, num_tokens))
+  return OptimizerStep(whole, Packing(whole, whole, whole, place, num_tokens))
 
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:

@@ -349,7 +349,7 @@ def _compiling_ahead(components, learners, num_updates):
 
   Choice: nothing is compiled ahead where the rows of a batch are not known. The episodes of an
   agent program, and saved ones, have any number of them. Batches of a mix may have a further
-  column, with the weights of their rows.
+  field, with the weights of their rows.
   """
   config = components.config
   env = components.env

@@ -83,8 +83,8 @@ def compile_functions(
   shardings = jax.tree.map(sharding_of, trees)
   places, tree = jax.tree.flatten(shardings)
   make: Callable = _jitted
-  for column in variant_lib.COLUMNS:
-    part = getattr(spec.variant, column)
+  for field in variant_lib.FUNCTION_FIELDS:
+    part = getattr(spec.variant, field)
     function = getattr(part, 'function', part)
     if not isinstance(function, (str, types.FunctionType)):
       make = _jitted.__wrapped__  # without the cache
@@ -131,7 +131,11 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
 
 
 def annotate(
-    spec: Spec, state: TrainState, frozen: Frozen, batch: TurnBatch, steps: packing_lib.Step
+    spec: Spec,
+    state: TrainState,
+    frozen: Frozen,
+    batch: TurnBatch,
+    steps: packing_lib.OptimizerStep,
 ) -> tuple[TurnBatch, Metrics]:
   """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
@@ -145,8 +149,8 @@ def annotate(
   """
   variant = spec.variant
   sampled_routes = _sampled_routes(spec, batch)
-  columns, own_routes, load = _model_columns(spec, state, frozen, batch, steps, sampled_routes)
-  logp = columns['old_logp']
+  fields, own_routes, load = _model_fields(spec, state, frozen, batch, steps, sampled_routes)
+  logp = fields['old_logp']
   batch = demonstrations.split(batch, logp, variant)
   assert batch.behaviour_logp is not None
   sampled_mask = demonstrations.sampled_mask(batch)
@@ -160,13 +164,13 @@ def annotate(
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
   routes = sampled_routes if own_routes is None else own_routes
   if variant.old_logp == 'sampler':
-    columns['old_logp'] = batch.behaviour_logp
+    fields['old_logp'] = batch.behaviour_logp
 
   def keep_agent_tokens(x):
     return x * batch.action_mask
 
-  columns = jax.tree.map(keep_agent_tokens, columns)
-  return dataclasses.replace(batch, routes=routes, **columns), metrics
+  fields = jax.tree.map(keep_agent_tokens, fields)
+  return dataclasses.replace(batch, routes=routes, **fields), metrics
 
 
 def _sampled_routes(spec, batch):
@@ -181,8 +185,8 @@ def _sampled_routes(spec, batch):
   return batch.routes
 
 
-def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
-  """Runs all models on a batch: (columns of the batch {name: [B,T]}, routes [B,T,..], load).
+def _model_fields(spec, state, frozen, batch, steps, sampled_routes):
+  """Runs all models on a batch: (fields of the batch {name: [B,T]}, routes [B,T,..], load).
 
   `routes` are the experts that the policy chose, and `load` is how often it chose each one. Both
   are None where they are not recorded. `one_step` computes the rows of a step, [b,T].
@@ -202,7 +206,7 @@ def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
     routes = jax.tree.map(take_rows, sampled_routes)
 
     def one_micro_batch(layout):
-      return _bin_columns(spec, actor, critic, frozen, tokens, layout, routes)
+      return _bin_fields(spec, actor, critic, frozen, tokens, layout, routes)
 
     return packing_lib.sum_over(
         one_micro_batch, step.packing, spec.micro_batch, spec.length_buckets, spec.pieces
@@ -219,15 +223,15 @@ def _model_columns(spec, state, frozen, batch, steps, sampled_routes):
   def sum_of_steps(x):  # [steps,..] -> [..]
     return x.sum(axis=0)
 
-  columns, own_routes, load = jax.lax.map(one_step, steps)
-  columns = jax.tree.map(in_order, columns)
+  fields, own_routes, load = jax.lax.map(one_step, steps)
+  fields = jax.tree.map(in_order, fields)
   own_routes = jax.tree.map(in_order, own_routes)
   load = jax.tree.map(sum_of_steps, load)
-  return columns, own_routes, load
+  return fields, own_routes, load
 
 
-def _bin_columns(spec, actor, critic, frozen, tokens, layout, routes):
-  """Runs all models on the bins of a micro-batch; returns what `_model_columns` does, in [b,T]."""
+def _bin_fields(spec, actor, critic, frozen, tokens, layout, routes):
+  """Runs all models on the bins of a micro-batch; returns what `_model_fields` does, in [b,T]."""
   variant = spec.variant
   outputs, routing = _policy(spec, actor, tokens, layout, routes)
   bins = {}
@@ -244,9 +248,9 @@ def _bin_columns(spec, actor, critic, frozen, tokens, layout, routes):
     if critic is not None:
       value_outputs = _critic(spec, critic, tokens, layout)
     bins['old_values'] = variant.value_head.values(value_outputs, variant)
-  columns = jax.tree.map(layout.unpack, bins)
+  fields = jax.tree.map(layout.unpack, bins)
   if routing is None:
-    return columns, None, None
+    return fields, None, None
   from stppo_jax.models import moe
 
   num_experts = spec.actor.num_experts
@@ -255,7 +259,7 @@ def _bin_columns(spec, actor, critic, frozen, tokens, layout, routes):
   if spec.routing_replay == 'old_policy':
     own_routes = moe.recorded_routes(routing, num_experts)
     own_routes = layout.unpack_all(own_routes)
-  return columns, own_routes, load
+  return fields, own_routes, load
 
 
 def with_advantages(
@@ -281,7 +285,7 @@ def update_step(
     state: TrainState,
     frozen: Frozen,
     batch: TurnBatch,
-    step: packing_lib.Step,
+    step: packing_lib.OptimizerStep,
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
   """Takes one optimizer step of actor and critic on the step's rows of the batch.
 

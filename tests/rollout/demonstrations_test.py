@@ -150,7 +150,9 @@ def one_update(spec, batch, rows=None, mesh=None):
   batch = jax.device_put(batch, sharding.rows(mesh))
 
   def step_of(rows):
-    return packing.Step(rows, packing.pack(lengths[rows], spec.micro_batch, spec.length_buckets))
+    return packing.OptimizerStep(
+        rows, packing.pack(lengths[rows], spec.micro_batch, spec.length_buckets)
+    )
 
   whole = step_of(np.arange(ROWS, dtype=np.int32))
   batch, gap = functions.annotate(state, frozen, batch, packing.stack([whole]))

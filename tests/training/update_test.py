@@ -141,7 +141,7 @@ def make_batch(rows=8, length=24, seed=0):
 
 
 def one_step(spec, batch, rows):
-  """The packing.Step of the given rows of a batch."""
+  """The packing.OptimizerStep of the given rows of a batch."""
   rows = rows.astype(np.int32)
   ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
   lengths = ends.max(axis=1)[rows]
@@ -149,7 +149,7 @@ def one_step(spec, batch, rows):
   num_tokens = batch.tokens.shape[1]
   options = (spec.micro_batch, spec.length_buckets, spec.shared_bins)
   bins = packing.pack(lengths, *options, tokens, num_tokens)
-  return packing.Step(rows, bins)
+  return packing.OptimizerStep(rows, bins)
 
 
 def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
@@ -271,7 +271,10 @@ class UpdateTest(parameterized.TestCase):
     batch = off_policy_batch(spec, mesh)
     alone = packing.pack(np.full(8, 24), 1, (24,))  # every row in a bin of its own
     expected = functions_of(spec, mesh).update_step(
-        make_state(spec, mesh), NOTHING, batch, packing.Step(ALL_ROWS.astype(np.int32), alone)
+        make_state(spec, mesh),
+        NOTHING,
+        batch,
+        packing.OptimizerStep(ALL_ROWS.astype(np.int32), alone),
     )
     self.assertGreater(float(expected[1]['stppo/step_norm']), 0)
     spec = make_spec(variant, length_buckets=length_buckets, micro_batch=micro_batch, **options)
