@@ -2,7 +2,7 @@
 
 The trainer runs `logp, pull = jax.vjp(model_logp, params)`. `cotangents` returns two arrays [B,T]
 to pull back: one for the gradient g of the loss, and one for the clipping bias C, the gradient that
-the clip removed. `update.take_step` says when each is pulled back. S-PPO and ST-PPO divide
+the clip removed. `optimizer_step.take_step` says when each is pulled back. S-PPO and ST-PPO divide
 g by a function of ||C|| (arXiv 2511.20718, section 4). `divide` does that before the gradient clip,
 after it, or outside the optimizer.
 """
@@ -161,7 +161,7 @@ def divide(
     divisor: D.
     max_norm: bound of the clip of the global norm.
 
-  `update.optimize` measures how an optimizer with moments changes the factor.
+  `optimizer_step.optimize` measures how an optimizer with moments changes the factor.
   """
   whole = _add(g, rest)
   whole_norm = norm(whole)

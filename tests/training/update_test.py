@@ -23,6 +23,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import attention_kernels
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -448,7 +449,7 @@ class UpdateTest(parameterized.TestCase):
       g, rest, c_norm = self.gradients(options, mesh, params, batch)
       divided = correction.divide(order, g, rest, c_norm, 0.5)
       expected, undivided, by_step = divided[:3]
-      params, moments, step_norm, factor = update.optimize(
+      params, moments, step_norm, factor = optimizer_step.optimize(
           adam, expected, params, moments, jnp.asarray(True), by_step, undivided
       )
       state, metrics, _ = step(functions, spec, state, batch)
