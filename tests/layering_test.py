@@ -249,6 +249,7 @@ OPTIONAL = (
     'rollout.servers',
     'rollout.shared_devices',
     'rollout.split_envs',
+    'rollout.weight_folders',
     'serving',
     'settings.sections',
     *(f'systems.{path.stem}' for path in PACKAGE.glob('systems/[a-z]*.py') if path.stem != 'parts'),
