@@ -227,7 +227,7 @@ class Learning:
         actor_clip=1.0,
         critic_clip=1.0,
         micro_batch=micro_batch,
-        lengths=tuple(capacities),
+        length_buckets=tuple(capacities),
         temperature=1.0,
         logp_chunk=512,
         critic_warmup=0,
@@ -246,8 +246,8 @@ class Learning:
   def pack(self, lengths):
     """Returns the optimizer step on all rows, as the run packs them for this attention."""
     shared = attention.takes_segments(self.actor.attention)
-    places = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths, shared)
-    return packing.Step(np.arange(len(lengths), dtype=np.int32), places)
+    places = packing.pack(lengths, self._spec.micro_batch, self._spec.length_buckets, shared)
+    return packing.OptimizerStep(np.arange(len(lengths), dtype=np.int32), places)
 
   def annotate(self, step):
     """Returns the batch with log-probs and values."""
@@ -404,7 +404,7 @@ def time_kernel(attend, is_packed, heads, dtype, lengths, capacities, bins):
   run = attend_with(attend)
   batches = []
   for j in range(int(places.bin.max()) // bins + 1):
-    columns = int(capacities[packing.which_capacity(places, j, bins, capacities)])
+    columns = int(capacities[packing.which_bucket(places, j, bins, capacities)])
     layout = packing.layout(places, j, bins, columns)
     batches.append((*attention_inputs(heads, bins, columns, dtype), layout.segments))
   y = run(*batches[0])[0]

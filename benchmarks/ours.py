@@ -241,7 +241,7 @@ def _make_spec(variant, config, learning_rate, micro_batch, length):
       actor_clip=1.0,
       critic_clip=1.0,
       micro_batch=micro_batch,
-      lengths=(length,),
+      length_buckets=(length,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=0,
@@ -272,7 +272,7 @@ class Learning:
     self._states, self._functions = {}, {}
     # Rows of equal length, so each is a bin of its own: the peer does not pack.
     packed = packing.pack(np.full(rows, length), micro_batch, (length,))
-    self._step = packing.Step(np.arange(rows, dtype=np.int32), packed)
+    self._step = packing.OptimizerStep(np.arange(rows, dtype=np.int32), packed)
     self._batches = self._make_batches(self._actor_config.vocab_size, rows, length)
 
   def _parameters(self):
@@ -425,10 +425,12 @@ class PpoStep:
 
   def _to_batch(self, episodes):
     """Returns (batch, the optimizer step on all of it)."""
-    batch = batching.to_turn_batch(episodes, self._spec.lengths, sharding=sharding.rows(self._mesh))
+    batch = batching.to_turn_batch(
+        episodes, self._spec.length_buckets, sharding=sharding.rows(self._mesh)
+    )
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
-    packed = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths)
-    return batch, packing.Step(np.arange(len(episodes), dtype=np.int32), packed)
+    packed = packing.pack(lengths, self._spec.micro_batch, self._spec.length_buckets)
+    return batch, packing.OptimizerStep(np.arange(len(episodes), dtype=np.int32), packed)
 
   def _annotate(self, batch, step):
     return self._functions.annotate(self._state, train_state.Frozen(), batch, packing.stack([step]))

@@ -70,7 +70,7 @@ class Learner:
         actor_clip=1.0,
         critic_clip=1.0,
         micro_batch=case.micro_batch,
-        lengths=case.bins,
+        length_buckets=case.bins,
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
@@ -89,7 +89,7 @@ class Learner:
         mini_batch=len(episodes),
         epochs=1,
         micro_batch=case.micro_batch,
-        lengths=case.bins,
+        length_buckets=case.bins,
         pad_id=0,
         sharding=sharding.rows(mesh),
         **options,
@@ -120,4 +120,6 @@ class Learner:
 
   def num_computed(self) -> int:
     """Counts the tokens that a model computes in the step, padding included."""
-    return packing.num_computed(self._step.packing, self._spec.micro_batch, self._spec.lengths)
+    return packing.num_computed(
+        self._step.packing, self._spec.micro_batch, self._spec.length_buckets
+    )

@@ -39,8 +39,9 @@ def get_config(mode=''):
       max_observation=500,
       max_total=4096,
   )
-  # The row has Search-R1's other columns: clip .2, whitened advantages, gamma = lam = 1, KL .001 in
-  # the reward, entropy .001. Its mean is over episodes, as in the paper; theirs is over tokens.
+  # The variant has Search-R1's other settings: clip .2, whitened advantages, gamma = lam = 1, KL
+  # .001 in the reward, entropy .001. Its mean is over episodes, as in the paper. Search-R1's is
+  # over tokens.
   config.algorithm = schema.AlgorithmSettings(variant='ppo', aggregation='token-mean')
   config.actor = schema.OptimizerSettings(lr=1e-6, warmup=0.285, grad_clip=1.0)
   config.critic = schema.OptimizerSettings(lr=1e-5, warmup=0.015, grad_clip=1.0)

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.cli import config_file
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags
@@ -59,34 +59,35 @@ def main(argv):
   folder = os.path.join(workdir, 'episodes')
   if saved.has_batches(folder):
     raise UserError(f'{folder} holds episodes already: give another --workdir, or remove it')
-  parts = components.resolve(config).load()
-  demonstrator = Demonstrator(parts)
+  components = components_lib.resolve(config).load()
+  demonstrator = Demonstrator(components)
   number = 0
-  for episodes in demonstrator.batches(parts.tasks, arguments.flags.batches, config.seed):
+  for episodes in demonstrator.batches(components.tasks, arguments.flags.batches, config.seed):
     number += 1
-    lines = records.to_records(episodes, parts.tokenizer, 0, 'train')
+    lines = records.to_records(episodes, components.tokenizer, 0, 'train')
     records.write_lines(records.record_path(workdir, 'train', number), lines)
     lengths = [len(episode.unroll()[0]) for episode in episodes]
     print(
-        f'{len(episodes)} of {len(parts.tasks)} questions have a demonstration that fits; '
+        f'{len(episodes)} of {len(components.tasks)} questions have a demonstration that fits; '
         f'{np.mean(lengths):.0f} tokens on average, at most {max(lengths)}'
     )
   if not number:
     raise UserError(
-        f'no demonstration of {len(parts.tasks)} questions is valid: check that config.data.corpus '
-        'has the passages of config.data.source, and the lengths of config.rollout'
+        f'no demonstration of {len(components.tasks)} questions is valid: check that '
+        'config.data.corpus has the passages of config.data.source, and the lengths of '
+        'config.rollout'
     )
 
 
 class Demonstrator:
   """Plays questions by template in the run's environment and within its lengths."""
 
-  def __init__(self, parts: components.Components):
-    self._config = parts.config
-    self._retriever = parts.retriever
-    self._env = parts.env_with_retriever
-    self._tokenizer = parts.tokenizer
-    corpus = parts.config.data.corpus or parts.config.data.source
+  def __init__(self, components: components_lib.Components):
+    self._config = components.config
+    self._retriever = components.retriever
+    self._env = components.env_with_retriever
+    self._tokenizer = components.tokenizer
+    corpus = components.config.data.corpus or components.config.data.source
     self._passages = {passage.id: passage for passage in tasks_lib.load_corpus(corpus)}
 
   def batches(self, tasks: Sequence[Task], copies: int, seed: int) -> Iterator[list[types.Episode]]:

@@ -136,7 +136,7 @@ def main(unused_argv):
       config,
       pool,
       rows=32,
-      buckets=(48, 64, 96, 128, 192, 256, 384),
+      length_buckets=(48, 64, 96, 128, 192, 256, 384),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,

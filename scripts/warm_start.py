@@ -104,7 +104,7 @@ def _make(args: argparse.Namespace) -> None:
       model,
       pool,
       rows=32,
-      buckets=(32, 64, 96, 128, 192, 256, 384, 512, 1024),
+      length_buckets=(32, 64, 96, 128, 192, 256, 384, 512, 1024),
       steps=args.steps,
       optimizer=supervised.make_optimizer(3e-3, args.steps),
       seed=0,

@@ -52,7 +52,7 @@ def main(unused_argv):
       config,
       pool,
       rows=128,
-      buckets=(24,),
+      length_buckets=(24,),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

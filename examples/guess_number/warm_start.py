@@ -54,7 +54,7 @@ def main(unused_argv):
       config,
       pool,
       rows=32,
-      buckets=(64,),
+      length_buckets=(64,),
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

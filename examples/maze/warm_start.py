@@ -57,7 +57,7 @@ def main(unused_argv):
       config,
       pool,
       rows=ROWS,
-      buckets=LENGTHS,
+      length_buckets=LENGTHS,
       steps=_STEPS.value,
       optimizer=supervised.make_optimizer(3e-3, _STEPS.value),
       seed=0,

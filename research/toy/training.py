@@ -6,9 +6,9 @@ Overrides in, arrays [seeds, updates] out:
 
 An update does what `training.learner.Learners.update` does, in the same order, with the same code:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
-steps (`update.take_step`). Only models, task and sampler are small: task.py is the task, and the
-models are perceptrons over its window of features. Configs that differ only in numbers share a
-program.
+steps (`optimizer_step.take_step`). Only models, task and sampler are small: task.py is the task,
+and the models are perceptrons over its window of features. Configs that differ only in numbers
+share a program.
 
 Choice: seeds are computed in blocks of a fixed size, so that a seed's numbers do not depend on how
 many others there are.
@@ -31,6 +31,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import objectives
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
@@ -202,7 +203,7 @@ def make_spec(config: toy_settings.ToyConfig) -> train_state.Spec:
       actor_lr=actor_lr,
       critic_lr=critic_lr,
       micro_batch=1,
-      lengths=(config.chain.columns,),
+      length_buckets=(config.chain.columns,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=config.critic_warmup * config.steps,
@@ -241,7 +242,7 @@ def run_update(
   state, batch, credit = update.with_advantages(spec, state, batch)
 
   def step(state, rows):
-    state, metrics, _ = update.take_step(
+    state, metrics, _ = optimizer_step.take_step(
         make_work(
             chain, spec, state, *jax.tree.map(lambda x: x[rows], (batch, played.tokens, features))
         )
@@ -313,7 +314,7 @@ def make_work(
     batch: TurnBatch,
     tokens: jax.Array,
     features: jax.Array,
-) -> update.StepInputs:
+) -> optimizer_step.StepInputs:
   """Returns the work of an optimizer step on tokens [b,K,S] with features [b,K,S,F]."""
 
   def policy(actor, layout):
@@ -328,4 +329,4 @@ def make_work(
     return task.to_row(chain, _perceptron(critic, features)[..., 0])
 
   weights = filters.weights(batch, spec.variant)
-  return update.StepInputs(spec, state, batch, weights, policy, values)
+  return optimizer_step.StepInputs(spec, state, batch, weights, policy, values)

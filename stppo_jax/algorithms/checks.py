@@ -32,8 +32,8 @@ _RETURNED = {
 }
 
 
-def check(column: str, function: Callable, variant: BaseVariant, group_size: int = 1) -> str:
-  """Returns what is wrong with the function of a field of variant.COLUMNS; '' if nothing is.
+def check(field: str, function: Callable, variant: BaseVariant, group_size: int = 1) -> str:
+  """Returns what is wrong with the function of one of variant.FUNCTION_FIELDS; '' if nothing is.
 
   The function is traced for its shapes, as a run does, with a batch of two groups.
   """
@@ -52,10 +52,10 @@ def check(column: str, function: Callable, variant: BaseVariant, group_size: int
       'objective': (outputs, batch),
       'divisor': (number, number, jnp.bool_(True)),
   }
-  if column != 'divisor':
+  if field != 'divisor':
     function = functools.partial(_call, function, variant)
   try:
-    result = jax.eval_shape(function, *arguments[column])
+    result = jax.eval_shape(function, *arguments[field])
   except Exception as error:  # a user's function may raise anything
     place = plugins.user_line(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().partition('\n')[0]
@@ -68,15 +68,15 @@ def check(column: str, function: Callable, variant: BaseVariant, group_size: int
       'objective': (x.shape[:1], x.shape),
       'divisor': (),
   }
-  is_right = _shapes(result) == expected[column]
-  if column == 'ratio' and is_right:
+  is_right = _shapes(result) == expected[field]
+  if field == 'ratio' and is_right:
     is_right = jnp.issubdtype(result.dtype, jnp.integer)
   if not is_right:
     return (
-        f'it has to return {_RETURNED[column]}, and returned {_describe(result)} for [B,T] = '
+        f'it has to return {_RETURNED[field]}, and returned {_describe(result)} for [B,T] = '
         f'{list(x.shape)}'
     )
-  if column == 'advantage' and not variant.needs_critic:
+  if field == 'advantage' and not variant.needs_critic:
     return _check_values_unused(function, batch)
   return ''
 

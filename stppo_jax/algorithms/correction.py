@@ -2,7 +2,7 @@
 
 The trainer runs `logp, pull = jax.vjp(model_logp, params)`. `cotangents` returns two arrays [B,T]
 to pull back: one for the gradient g of the loss, and one for the clipping bias C, the gradient that
-the clip removed. `update.take_step` says when each is pulled back. S-PPO and ST-PPO divide
+the clip removed. `optimizer_step.take_step` says when each is pulled back. S-PPO and ST-PPO divide
 g by a function of ||C|| (arXiv 2511.20718, section 4). `divide` does that before the gradient clip,
 after it, or outside the optimizer.
 """
@@ -33,13 +33,13 @@ class Cotangents(NamedTuple):
   bias: jax.Array  # the cotangent of C [B,T]
   # 'ratio' [B,T], 'clipped' [B,T] bool, 'pg_loss' -J, 'row_losses' [B] its terms by row, and
   # 'clipped_objective' J_c.
-  parts: dict[str, jax.Array]
+  aux: dict[str, jax.Array]
 
 
 def cotangents(
     logp: jax.Array, batch: TurnBatch, variant: BaseVariant, weights: jax.Array | None = None
 ) -> Cotangents:
-  """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and parts.
+  """Returns the cotangents of logp [B,T] for the policy's loss and the clipping bias, and aux.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment of t
@@ -161,7 +161,7 @@ def divide(
     divisor: D.
     max_norm: bound of the clip of the global norm.
 
-  `update.optimize` measures how an optimizer with moments changes the factor.
+  `optimizer_step.optimize` measures how an optimizer with moments changes the factor.
   """
   whole = _add(g, rest)
   whole_norm = norm(whole)

@@ -2,8 +2,9 @@
 
 A surrogate is a sum over tokens, so that each micro-batch can compute its own part. An objective
 that compares rows is a function of the current log-probs of several rows at once, such as the two
-rows of a pair. `cotangents` differentiates it for a whole step. `update.take_step` computes the
-log-probs of the step first, and then pulls the cotangents back, bin by bin, in the ordinary pass.
+rows of a pair. `cotangents` differentiates it for a whole step. `optimizer_step.take_step` computes
+the log-probs of the step first, and then pulls the cotangents back, bin by bin, in the ordinary
+pass.
 
 Notation: i and j are episodes of a group. l_i, o_i and f_i are the sums of logp, old_logp and
 ref_logp over the agent's tokens of episode i, in all of its rows. a_i is its advantage.
@@ -41,8 +42,8 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: BaseVariant) ->
     return -row_values.sum(), (row_values, clipped)
 
   differentiate = jax.value_and_grad(loss_of, has_aux=True)
-  (loss, parts), d_outputs = differentiate(outputs)
-  row_values, clipped = parts
+  (loss, aux), d_outputs = differentiate(outputs)
+  row_values, clipped = aux
   mask = batch.action_mask > 0
   log_ratio = outputs.logp - batch.old_logp
   log_ratio = jnp.where(mask, log_ratio, 0)

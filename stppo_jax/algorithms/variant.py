@@ -55,7 +55,7 @@ CORRECTION_LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 
 SCORE_NORMS = ('none', 'scale', 'normalise')
 
 # Fields that take the name of a built-in, or a function. systems/parts.py has the names.
-COLUMNS = ('advantage', 'ratio', 'surrogate', 'objective', 'divisor')
+FUNCTION_FIELDS = ('advantage', 'ratio', 'surrogate', 'objective', 'divisor')
 NEEDS = ('reference', 'uniform', 'reference_kl')  # see `RowObjective`
 
 
@@ -111,7 +111,7 @@ class RowObjective(_Declared):
     function: (outputs, batch, variant) -> (row_values, clipped).
     needs: what it reads besides log-probs. 'reference' is batch.ref_logp, 'uniform' is
       outputs.uniform and batch.old_uniform, and 'reference_kl' is outputs.reference_kl.
-    reads: columns of the variant that it reads, so that a run can warn of settings without effect.
+    reads: fields of the variant that it reads, so that a run can warn of settings without effect.
       One that reads 'aggregation' averages over tokens, and reads an advantage of each token.
   """
 
@@ -286,14 +286,14 @@ class BaseVariant:
   log_bias: bool = setting(
       True, 'measure ||C|| for every variant, not only for those that divide by it')
 
-  def function(self, column: str) -> Any:
-    """Returns the function of a column: the column itself, or the built-in that it names."""
-    value = getattr(self, column)
-    return value if callable(value) else self.built_in(column, value)
+  def function(self, field: str) -> Any:
+    """Returns the function of a field: its value, or the built-in that it names."""
+    value = getattr(self, field)
+    return value if callable(value) else self.built_in(field, value)
 
-  def built_in(self, column: str, name: str) -> Any:
+  def built_in(self, field: str, name: str) -> Any:
     """Returns the built-in part of this name: `variants.Variant` knows them."""
-    raise NotImplementedError(f'{column}={name!r} is a name: use variants.Variant')
+    raise NotImplementedError(f'{field}={name!r} is a name: use variants.Variant')
 
   def _advantage_has(self, attribute: str) -> bool:
     return getattr(self.function('advantage'), attribute, False)
@@ -340,7 +340,7 @@ class BaseVariant:
 
   @property
   def objective_reads(self) -> tuple[str, ...]:
-    """Columns that an objective that compares rows reads, see `RowObjective`."""
+    """Fields that an objective that compares rows reads, see `RowObjective`."""
     return getattr(self.function('objective'), 'reads', ())
 
   @property

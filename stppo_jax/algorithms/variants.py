@@ -17,9 +17,9 @@ from stppo_jax.types import setting
 class Variant(BaseVariant):
   """A row of the table, which finds its parts by their names, see variant.py for its fields."""
 
-  def built_in(self, column: str, name: str) -> Any:
+  def built_in(self, field: str, name: str) -> Any:
     """Returns the built-in part of this name. ValueError: there is none."""
-    return parts.find(column, name)
+    return parts.find(field, name)
 
 
 @dataclasses.dataclass(frozen=True)

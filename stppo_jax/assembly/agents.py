@@ -17,7 +17,7 @@ _WITH_ENGINES = 'stppo_jax.rollout.engines:with_engines'
 
 def make_agent(
     config: Config,
-    parts: Components,
+    components: Components,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
 ) -> agent_lib.Agent:
@@ -26,13 +26,13 @@ def make_agent(
   The agent steps an environment, or it runs an agent program that talks to the gateway. This
   process samples the turns, or the engines of config.rollout.engine do.
   """
-  if parts.env.is_program:
+  if components.env.is_program:
     make = plugins.resolve(_WITH_PROGRAM)
-    return make(config, parts, model, mesh)
-  tokenizer = parts.tokenizer
-  env = parts.env_with_retriever
+    return make(config, components, model, mesh)
+  tokenizer = components.tokenizer
+  env = components.env_with_retriever
   stop_table = tokenizer_lib.joint_stop_automaton(tokenizer.token_bytes, env.turn_ends)
-  num_policies = len(parts.policies)
+  num_policies = len(components.policies)
   sampler = agent_lib.make_sampler(
       config, model, stop_table, tokenizer.eos_ids, mesh, env.rows_per_episode, num_policies
   )
@@ -45,7 +45,7 @@ def make_agent(
       tokenizer=tokenizer,
       model=model,
       env=env,
-      retriever=parts.retriever,
+      retriever=components.retriever,
       sampler=sampler,
       greedy=sampler.greedy(eval_rows),
   )

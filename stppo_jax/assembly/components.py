@@ -173,15 +173,15 @@ class MixComponents(Components):
   The environments share the tokenizer and the retriever.
   """
 
-  parts: Mapping[str, Components] = dataclasses.field(default_factory=dict)
+  environments: Mapping[str, Components] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
   def retriever(self) -> retrieval_lib.Retriever | None:
     """The retriever of the environments that search, or None. UserError: they need several."""
-    searching = {name: part for name, part in self.parts.items() if _searches(part)}
+    searching = {name: own for name, own in self.environments.items() if _searches(own)}
     if not searching:
       return None
-    data = [part.config.data for part in searching.values()]
+    data = [own.config.data for own in searching.values()]
     sources = {settings.corpus or settings.source for settings in data}
     if len(sources) > 1 and self.config.retriever.kind != 'http':
       raise UserError(
@@ -193,7 +193,7 @@ class MixComponents(Components):
   @functools.cached_property
   def held_out(self) -> list[Task]:
     """The tasks to evaluate on: those of each environment."""
-    return self._tag_all(lambda part: part.held_out)
+    return self._tag_all(lambda own: own.held_out)
 
   def load(self) -> 'MixComponents':
     """See `Components.load`. Logs what a batch consists of."""
@@ -205,7 +205,7 @@ class MixComponents(Components):
 
   def check_prompts(self, tasks: Sequence[Task]) -> None:
     """See `Components.check_prompts`: no environment may have only prompts that are too long."""
-    for name in self.parts:
+    for name in self.environments:
       own_tasks = [task for task in tasks if task.environment == name]
       with validation.explain(name):
         super().check_prompts(own_tasks)
@@ -214,19 +214,19 @@ class MixComponents(Components):
     """Returns the environments, with the retriever for those that take one."""
     from stppo_jax.envs import mix
 
-    return mix.combine({name: part.bind(retriever) for name, part in self.parts.items()})
+    return mix.combine({name: own.bind(retriever) for name, own in self.environments.items()})
 
   def load_tasks(self, split: str) -> list[Task]:
     """Returns the tasks of all environments, which know theirs."""
-    return self._tag_all(lambda part: part.load_tasks(split))
+    return self._tag_all(lambda own: own.load_tasks(split))
 
   def _tag_all(self, tasks_of):
     from stppo_jax.data import mix
 
     tagged = []
-    for name, part in self.parts.items():
+    for name, own in self.environments.items():
       with validation.explain(name):
-        tagged += mix.tag(name, tasks_of(part))
+        tagged += mix.tag(name, tasks_of(own))
     return tagged
 
 
@@ -237,25 +237,25 @@ def mix_rules() -> Any:
   return mix
 
 
-def _searches(parts: Components) -> bool:
+def _searches(components: Components) -> bool:
   """Returns whether the episodes of an environment may search."""
-  env = parts.config.env
+  env = components.config.env
   if env.kind == 'tools' and 'search' not in env.tools:
     return False
-  return 'retriever' in parts.env.settings
+  return 'retriever' in components.env.settings
 
 
 def _resolve_mix(config: Config) -> MixComponents:
   """Returns the components of a mix. UserError: its environments do not fit together."""
   from stppo_jax.envs import mix
 
-  parts = {}
-  for part in mix_rules().parts(config):
-    with validation.explain(part.name):
-      parts[part.name] = resolve(part.config)
-  env = mix.combine({name: part.env for name, part in parts.items()})
-  first = next(iter(parts.values()))
-  return MixComponents(config, env, first.make_retriever, first.source, parts)
+  environments = {}
+  for member in mix_rules().environments(config):
+    with validation.explain(member.name):
+      environments[member.name] = resolve(member.config)
+  env = mix.combine({name: components.env for name, components in environments.items()})
+  first = next(iter(environments.values()))
+  return MixComponents(config, env, first.make_retriever, first.source, environments)
 
 
 def resolve(config: Config) -> Components:
@@ -341,8 +341,8 @@ def plugin_names(config: Config) -> dict[str, str]:
         setting = f'{path}[{i}]' if is_tuple else path
         names_by_setting[setting] = name.removeprefix(f'{protocol.PROGRAM_PREFIX}:')
   if config.env.mix:
-    for i, part in enumerate(mix_rules().parts(config)):
-      for setting, name in plugin_names(part.config).items():
+    for i, member in enumerate(mix_rules().environments(config)):
+      for setting, name in plugin_names(member.config).items():
         section = setting.partition('.')[0]
         if section in ('env', 'data'):  # the other settings are those of the run
           names_by_setting[f'env.mix[{i}].{setting}'] = name

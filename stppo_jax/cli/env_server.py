@@ -8,7 +8,7 @@ import sys
 
 from absl import logging
 
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.cli import config_file
 from stppo_jax.cli.command import Command
 from stppo_jax.settings import validation
@@ -43,8 +43,8 @@ def serve(command: Command) -> None:
   except ImportError as error:
     raise UserError(f'env-server needs {error.name}: pip install ".[serve,openenv]"') from error
   del websockets
-  parts = components.resolve(config)
-  if parts.env.is_program:
+  components = components_lib.resolve(config)
+  if components.env.is_program:
     raise UserError(
         f'env-server {kind}: an agent program plays where the model is sampled: give an '
         'environment class'
@@ -53,7 +53,7 @@ def serve(command: Command) -> None:
     raise UserError(
         f'env-server {kind} serves one environment, and config.env.mix names several: leave it out'
     )
-  factory = parts.env_with_retriever
+  factory = components.env_with_retriever
   if factory.uses_global_random:
     logging.warning(
         'calls of %s do not overlap, because each has its own state of the global random '

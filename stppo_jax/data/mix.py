@@ -47,15 +47,15 @@ class MixStream(tasks_lib.TaskStream):
       own_seed = zlib.crc32(f'{seed} {name}'.encode())
       self._streams[name] = tasks_lib.TaskStream(own, count, own_seed)
 
-  def take(self, step: int) -> list[types.Task]:
-    """Returns the questions of update `step`, counted from 0, one environment after the other."""
+  def take(self, update: int) -> list[types.Task]:
+    """Returns the questions of update `update`, counted from 0, one environment after the other."""
     taken = []
     for stream in self._streams.values():
-      taken += stream.take(step)
+      taken += stream.take(update)
     return taken
 
   def further(
-      self, step: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]
+      self, update: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]
   ) -> list[types.Task]:
     """Returns a question of the same environment for each of `replaced`, see `TaskStream`."""
     by_environment = collections.defaultdict(list)
@@ -63,6 +63,6 @@ class MixStream(tasks_lib.TaskStream):
       by_environment[task.environment].append(task)
     fresh = {}
     for name, own in by_environment.items():
-      further = self._streams[name].further(step, attempt, own, used)
+      further = self._streams[name].further(update, attempt, own, used)
       fresh[name] = iter(further)
     return [next(fresh[task.environment]) for task in replaced]

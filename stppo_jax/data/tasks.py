@@ -258,13 +258,13 @@ def write_contents(passage: types.Passage) -> str:
   return f'"{passage.title}"\n{passage.text}'
 
 
-def in_epochs(size: int, batch: int, seed: int, step: int) -> list[int]:
-  """Returns the indices of batch `step`, counted from 0, in an endless order without state.
+def in_epochs(size: int, batch: int, seed: int, number: int) -> list[int]:
+  """Returns the indices of batch `number`, counted from 0, in an endless order without state.
 
   Each epoch is a permutation of range(size) that depends on (seed, epoch) alone. A batch may cross
   the end of an epoch.
   """
-  positions = range(step * batch, (step + 1) * batch)
+  positions = range(number * batch, (number + 1) * batch)
   taken: list[int] = []
   for epoch, part in itertools.groupby(positions, lambda position: position // size):
     order = np.random.default_rng((seed, epoch)).permutation(size)
@@ -280,20 +280,20 @@ class TaskStream:
     self._batch = batch
     self._seed = seed
 
-  def take(self, step: int) -> list[types.Task]:
-    """Returns the questions of update `step`, counted from 0."""
-    indices = in_epochs(len(self._tasks), self._batch, self._seed, step)
+  def take(self, update: int) -> list[types.Task]:
+    """Returns the questions of update `update`, counted from 0."""
+    indices = in_epochs(len(self._tasks), self._batch, self._seed, update)
     return [self._tasks[i] for i in indices]
 
   def further(
-      self, step: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]
+      self, update: int, attempt: int, replaced: Sequence[types.Task], used: Collection[str]
   ) -> list[types.Task]:
-    """Returns a question in place of each of `replaced` of update `step`, at attempt 1, 2, ...
+    """Returns a question in place of each of `replaced` of update `update`, at attempt 1, 2, ...
 
     They do not depend on earlier updates and do not move the order of `take`. Ids in `used` are
     left out as long as there are others.
     """
-    generator = np.random.default_rng((self._seed, step, attempt))
+    generator = np.random.default_rng((self._seed, update, attempt))
     order = [self._tasks[i] for i in generator.permutation(len(self._tasks))]
     fresh = [task for task in order if task.id not in used]
     pool = itertools.cycle(fresh or order)

@@ -5,35 +5,35 @@ import dataclasses
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.envs import factory
+from stppo_jax.envs import factory as factory_lib
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import protocol
 from stppo_jax.text import tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class MixFactory(factory.EnvFactory):
+class MixFactory(factory_lib.EnvFactory):
   """Several environments with the same roles. `combine` makes it.
 
   The attributes of an `EnvFactory` are those that all environments have in common. `of(task)` has
   those of one environment.
   """
 
-  parts: Mapping[str, factory.EnvFactory] = dataclasses.field(default_factory=dict)
+  factories: Mapping[str, factory_lib.EnvFactory] = dataclasses.field(default_factory=dict)
 
   @property
   def frames(self) -> tuple[str, ...]:
     """The frames of all environments."""
-    return tuple(dict.fromkeys(part.frame for part in self.parts.values()))
+    return tuple(dict.fromkeys(factory.frame for factory in self.factories.values()))
 
   @property
   def turn_ends(self) -> tuple[tokenizer.TurnEnd, ...]:
     """What ends the turns of all environments."""
-    return tuple(dict.fromkeys(part.turn_end for part in self.parts.values()))
+    return tuple(dict.fromkeys(factory.turn_end for factory in self.factories.values()))
 
-  def of(self, task: types.Task) -> factory.EnvFactory:
+  def of(self, task: types.Task) -> factory_lib.EnvFactory:
     """Returns the factory that makes the environment of a task."""
-    return self.parts[task.environment]
+    return self.factories[task.environment]
 
   def __call__(
       self, task: types.Task, seed: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
@@ -43,14 +43,14 @@ class MixFactory(factory.EnvFactory):
     return self.of(task)(task.own, seed, guard)
 
 
-def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
+def combine(factories: Mapping[str, factory_lib.EnvFactory]) -> MixFactory:
   """Returns the factory of the environments of a mix, by their names.
 
   UserError: their episodes have other roles, so that they cannot be rows of one batch.
   """
   by_roles: dict[tuple[str, ...], str] = {}
-  for name, part in parts.items():
-    by_roles.setdefault(part.roles, name)
+  for name, factory in factories.items():
+    by_roles.setdefault(factory.roles, name)
   if len(by_roles) > 1:
     described = []
     for roles, name in by_roles.items():
@@ -62,11 +62,11 @@ def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
 
   def common(name: str, default: Any) -> Any:
     """Returns the attribute of all environments, or the default where they differ."""
-    values = [getattr(part, name) for part in parts.values()]
+    values = [getattr(factory, name) for factory in factories.values()]
     return values[0] if values.count(values[0]) == len(values) else default
 
   never_called: Any = combine  # `MixFactory` calls those of the environments
-  frames = [part.frame for part in parts.values()]
+  frames = [factory.frame for factory in factories.values()]
   stop_strings, _ = common('turn_end', ((), False))
   return MixFactory(
       make=never_called,
@@ -77,7 +77,7 @@ def combine(parts: Mapping[str, factory.EnvFactory]) -> MixFactory:
       frame=next((frame for frame in frames if frame != 'inline'), 'inline'),
       core_metrics=common('core_metrics', ()),
       roles=common('roles', ()),
-      uses_global_random=any(part.uses_global_random for part in parts.values()),
+      uses_global_random=any(factory.uses_global_random for factory in factories.values()),
       stops_in_thoughts=common('stops_in_thoughts', True),
-      parts=dict(parts),
+      factories=dict(factories),
   )

@@ -19,7 +19,7 @@ from absl import logging
 import jax
 
 from stppo_jax import types
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
@@ -76,8 +76,8 @@ def chat(
 
 def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> agent_lib.Agent:
   """Returns the agent of an evaluation with one row, whose environment shows its turns."""
-  parts = components.resolve(config)
-  env = parts.env
+  components = components_lib.resolve(config)
+  env = components.env
   players.check_environment(config, env)
   if env.load_tasks is not None:
     raise UserError(
@@ -89,7 +89,7 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
     settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
 
   def cut(text):
-    tokenizer = parts.tokenizer
+    tokenizer = components.tokenizer
     framing = tokenizer_lib.make_framing(tokenizer, env.frame, config.rollout.max_observation)
     return tokenizer.decode(framing.encode(text, ()))
 
@@ -97,11 +97,11 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
     return ShownEnv(env.make(task, **kwargs), screen, cut)
 
   shown = dataclasses.replace(env, make=make_shown, settings=settings)
-  parts = dataclasses.replace(parts, env=shown).load()
+  components = dataclasses.replace(components, env=shown).load()
   rollout = dataclasses.replace(config.rollout, rows=1, max_failed=0.0, threads=0)
   one_row = dataclasses.replace(config.eval, rows=1)
   config = dataclasses.replace(config, rollout=rollout, eval=one_row)
-  return players.make_agent(config, parts, model)
+  return players.make_agent(config, components, model)
 
 
 def _typed_lines() -> Iterator[str]:

@@ -77,13 +77,15 @@ def check_environment(config: Config, env: factory.EnvFactory) -> None:
     )
 
 
-def make_agent(config: Config, parts: Components, model: decoder.ModelConfig) -> agent_lib.Agent:
+def make_agent(
+    config: Config, components: Components, model: decoder.ModelConfig
+) -> agent_lib.Agent:
   """Returns the agent of an evaluation, with its temperature. No engines sample for it."""
   rollout = dataclasses.replace(config.rollout, engine='')
   if temperature(config):
     rollout = dataclasses.replace(rollout, temperature=temperature(config), rows=config.eval.rows)
   config = dataclasses.replace(config, rollout=rollout)
-  return agents.make_agent(config, parts, model, sharding.mesh_of(config.mesh))
+  return agents.make_agent(config, components, model, sharding.mesh_of(config.mesh))
 
 
 def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
@@ -113,8 +115,8 @@ class LocalPlayer(Player):
   """A checkpoint of a run, or the model before training, played by the run's own agent."""
 
   def __init__(self, config: Config, workdir: str, stop_signal: StopSignal):
-    policy, parts = policy_lib.load(config, workdir)
-    self.tasks = parts.held_out
+    policy, components = policy_lib.load(config, workdir)
+    self.tasks = components.held_out
     self.batch = _ROUNDS * config.eval.rows
     self.description = policy.description
     self.label = f'{policy.updates:06d}' if policy.updates else 'untrained'
@@ -127,7 +129,7 @@ class LocalPlayer(Player):
     self._config = config
     self._is_greedy = temperature(config) == 0
     self._stop_signal = stop_signal
-    self._agent = make_agent(config, parts, policy.model)
+    self._agent = make_agent(config, components, policy.model)
     self._agent.set_stop_signal(stop_signal)
     self._params = self._agent.sampler.copy(policy.params)
     self._keys = row_keys(config, self.tasks)

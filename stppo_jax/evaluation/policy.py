@@ -10,7 +10,7 @@ from typing import NamedTuple
 from absl import logging
 import jax
 
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
@@ -34,7 +34,7 @@ class Policy(NamedTuple):
   description: str  # for the log: 'runs/x after 56 updates'
 
 
-def load(config: Config, workdir: str) -> tuple[Policy, components.Components]:
+def load(config: Config, workdir: str) -> tuple[Policy, components_lib.Components]:
   """Returns (policy, components) of an evaluation.
 
   config.eval.checkpoint names the checkpoint. The untrained policy needs config.train.updates=0, so
@@ -43,20 +43,20 @@ def load(config: Config, workdir: str) -> tuple[Policy, components.Components]:
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-    sources = components.sources(config)
+    sources = components_lib.sources(config)
     for field in hosts.by_writer(workdir_lib.changed_plugins, workdir, sources):
       logging.warning(
           'what config.%s names has changed since %s was trained: the scores are by the new one',
           field,
           workdir,
       )
-  parts = components.resolve(config)
-  hosts.require_same('questions', [task.id for task in parts.held_out])
-  parts.load()
-  parts.check_prompts(parts.held_out)
+  components = components_lib.resolve(config)
+  hosts.require_same('questions', [task.id for task in components.held_out])
+  components.load()
+  components.check_prompts(components.held_out)
   if not config.train.updates:
-    return _untrained(config, all_policies=True), parts
-  return _trained(config, workdir, all_policies=True), parts
+    return _untrained(config, all_policies=True), components
+  return _trained(config, workdir, all_policies=True), components
 
 
 # The settings that determine a checkpoint's arrays.
@@ -136,7 +136,7 @@ def _policies(config: Config) -> tuple[str, ...]:
   """Returns `EnvFactory.policies`. Imports the environment only if each role has a policy."""
   if config.model.role_parameters == 'shared':
     return ('',)
-  return components.resolve(config).env.policies('own')
+  return components_lib.resolve(config).env.policies('own')
 
 
 def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:

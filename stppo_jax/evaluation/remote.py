@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
@@ -53,14 +53,14 @@ class RemotePlayer(players.Player):
   def __init__(self, config: Config, stop_signal: StopSignal):
     if jax.process_count() > 1:
       raise UserError('config.eval.address works with one process: leave out --distributed')
-    parts = components.resolve(config)
-    players.check_environment(config, parts.env)
-    self.tasks = parts.held_out
+    components = components_lib.resolve(config)
+    players.check_environment(config, components.env)
+    self.tasks = components.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
     self.identity = {'address': config.eval.address, 'model': config.eval.model}
     self._config = config
-    self._env = parts.env_with_retriever
+    self._env = components.env_with_retriever
     self._stop_signal = stop_signal
     self._is_over = StopSignal()  # ends the threads with the job
     self._guard = prepare.make_guard(config, self._is_over)

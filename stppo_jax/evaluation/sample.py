@@ -8,7 +8,7 @@ import zlib
 from absl import logging
 
 from stppo_jax.assembly import agents
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy
@@ -31,17 +31,17 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
-  parts = components.resolve(config)
-  questions = parts.tasks
+  components = components_lib.resolve(config)
+  questions = components.tasks
   hosts.require_same('questions', [task.id for task in questions])
-  parts.load()
-  parts.check_prompts(questions)
+  components.load()
+  components.check_prompts(questions)
   loaded = policy.policy(config, workdir, all_policies=True)
   folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
   own_sampler = dataclasses.replace(config.rollout, engine='')
   agent_config = dataclasses.replace(config, rollout=own_sampler)
-  agent = agents.make_agent(agent_config, parts, loaded.model, mesh)
+  agent = agents.make_agent(agent_config, components, loaded.model, mesh)
   batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_signal)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)
@@ -70,7 +70,7 @@ def folder_name(config: Config, workdir: str, updates: int) -> str:
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
   values = dataclasses.asdict(config)
   depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}
-  depends |= {'episodes': config.train.episodes} | components.sources(config)
+  depends |= {'episodes': config.train.episodes} | components_lib.sources(config)
   depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
   text = json.dumps(depends, sort_keys=True)
   digest = zlib.crc32(text.encode())

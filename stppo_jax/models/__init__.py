@@ -7,7 +7,7 @@ delta_net.py          gated delta nets
 moe.py                mixtures of experts
 lora.py               adapters
 rope_scaling.py       rotary positions of long rows
-categorical.py        log-prob and entropy; head_parts.py has them without all logits
+categorical.py        log-prob and entropy; head_chunks.py has them without all logits
 vocabulary.py         numbers of the whole vocabulary
 sharding.py           the mesh, and where each array lies
 convert.py            folders in and out, with hf_config.py, hf_weights.py, hf_export.py, families

@@ -1,7 +1,7 @@
 """Log-prob and entropy of a categorical distribution, with one pass for both derivatives.
 
-head_parts.py computes them from the input and the matrix of the output head, some columns of V at a
-time, so that the logits [..,V] never exist.
+head_chunks.py computes them from the input and the matrix of the output head, in chunks of V,
+so that the logits [..,V] never exist.
 """
 
 import jax

@@ -334,9 +334,10 @@ def token_logp(
   logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both. With `paths`
   the parent of t takes the place of t - 1, and the first tokens of paths have any number.
 
-  With a `chunk` below T the logits are computed in T / chunk parts of their columns, and again in
-  the backward pass (`head_parts.head_logp_and_entropy`). So as many logits are live at once as
-  `chunk` tokens of each row have. With None, or chunk >= T, all logits are computed once and kept.
+  With a `chunk` below T the vocabulary is cut into T / chunk chunks. Their logits are computed one
+  chunk after the other, and again in the backward pass (`head_chunks.head_logp_and_entropy`). So
+  as many logits are live at once as `chunk` tokens of each row have. With None, or chunk >= T, all
+  logits are computed once and kept.
   """
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
@@ -348,18 +349,18 @@ def token_logp(
     logits = token_logits(head, config, x) / temperature
     logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
-    from stppo_jax.models import head_parts
+    from stppo_jax.models import head_chunks
 
     x = sharding.spread(x, config.row_sharding)
     rows = x.reshape(-1, config.d_model)
-    num_parts = -(-length // chunk)
+    num_chunks = -(-length // chunk)
     kernel = head_rows(params, config)
-    logp, entropy = head_parts.head_logp_and_entropy(
+    logp, entropy = head_chunks.head_logp_and_entropy(
         rows,
         kernel,
         tokens.reshape(-1),
         temperature,
-        num_parts,
+        num_chunks,
         config.row_sharding,
         config.logit_softcap,
     )

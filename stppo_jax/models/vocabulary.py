@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
-from stppo_jax.models import head_parts
+from stppo_jax.models import head_chunks
 from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
@@ -62,18 +62,18 @@ def reference_kl(
   `decoder.token_logp`.
   """
   length = x.shape[1]
-  num_parts = -(-length // min(chunk or length, length))
+  num_chunks = -(-length // min(chunk or length, length))
   states = []
   for state in (x, reference_x):
     state = sharding.spread(state, config.row_sharding)
     states.append(state.reshape(-1, config.d_model))
-  kl = head_parts.head_kl(
+  kl = head_chunks.head_kl(
       states[0],
       decoder.head_rows(params, config),
       states[1],
       decoder.head_rows(reference, config),
       temperature,
-      num_parts,
+      num_chunks,
       config.row_sharding,
       config.logit_softcap,
   )

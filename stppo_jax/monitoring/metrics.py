@@ -5,16 +5,17 @@ stop a run. The report and the tests read only metrics.jsonl.
 
 Most metrics come from these files:
 
-  training/diagnostics.py  batches and optimizer steps, from token arrays
-  training/update.py       gradients, divisor and applied step; summary.py means of an update
-  training/transforms.py   what is computed of a batch before its steps
-  models/moe.py            use of the experts of a mixture
-  monitoring/episodes.py   episodes, with what the environment gives in `info['metrics']`
-  monitoring/outcomes.py   numbers of episodes by how they ended
-  monitoring/health.py     whether a limit of config.health is exceeded
-  rollout/sequences.py     sampling of turns; batches.py that of batches
-  training/run.py          time and throughput of an update
-  scores.py                held-out episodes
+  training/diagnostics.py     batches and optimizer steps, from token arrays
+  training/optimizer_step.py  gradients, divisor and applied step
+  training/summary.py         means of an update
+  training/transforms.py      what is computed of a batch before its steps
+  models/moe.py               use of the experts of a mixture
+  monitoring/episodes.py      episodes, with what the environment gives in `info['metrics']`
+  monitoring/outcomes.py      numbers of episodes by how they ended
+  monitoring/health.py        whether a limit of config.health is exceeded
+  rollout/sequences.py        sampling of turns; batches.py that of batches
+  training/run.py             time and throughput of an update
+  scores.py                   held-out episodes
 
 metric_names.py has the meaning of each metric.
 """

@@ -169,7 +169,7 @@ def make(
   models = learner_lib.load(config, variant, load, make_shapes)
   model = models.model
   spec, frozen = learner_lib.complete(config, variant, models, mesh, load, on_mesh)
-  spec = dataclasses.replace(spec, lengths=config.train.length_buckets[-1:])
+  spec = dataclasses.replace(spec, length_buckets=config.train.length_buckets[-1:])
   create = functools.partial(state_lib.create, spec)
   state = jax.eval_shape(create, models.actor, models.critic)
   state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))

@@ -8,7 +8,8 @@ episode.py    task -> prompt; turn and environment step -> next prompt; keeps ea
 sequences.py  the protocol between episodes and what samples their turns
 engine.py     decides which sequences are prefilled and decoded together, in the rows of slots.py
 remote.py     samples turns with engines elsewhere, which engines.py runs; servers.py speaks
-              their HTTP, directory.py finds them, shared_devices.py shares devices with them
+              their HTTP, directory.py finds them, weight_folders.py has their weights,
+              shared_devices.py shares devices with them
 env_pool.py   steps environments while the device samples; split_envs.py does so in many processes
 sampler.py    compiled prefill and decode; sampling.py draws one token per row
 layout.py     where the sampled copy of the policy lies on the devices (sampling_mesh.py)

@@ -50,7 +50,7 @@ def to_turn_batch(
     rows: int | None = None,  # B; None = len(episodes)
     pad_id: int = 0,
     sharding: jax.sharding.Sharding | None = None,  # row axis; None: the default device
-    marks_demonstrations: bool = False,  # also a batch without any has the column `demonstrated`
+    marks_demonstrations: bool = False,  # also a batch without any has the field `demonstrated`
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device. `minibatches.to_device` calls it.
 

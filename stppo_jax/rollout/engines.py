@@ -32,6 +32,7 @@ from stppo_jax.rollout import sampling
 from stppo_jax.rollout import sequences
 from stppo_jax.rollout import servers
 from stppo_jax.rollout import shared_devices
+from stppo_jax.rollout import weight_folders
 from stppo_jax.stop_signal import StopSignal
 
 
@@ -113,8 +114,8 @@ class RemoteAgent(agent_lib.Agent):
     has_adapters = self.config.model.lora_rank > 0
     kind = rollout.engine_kind
     root = rollout.engine_folder or os.path.join(workdir, 'weights')
-    folders = remote.WeightFolders(
-        hosts.by_writer(remote.folder_of_run, root, workdir),
+    folders = weight_folders.WeightFolders(
+        hosts.by_writer(weight_folders.folder_of_run, root, workdir),
         first_version=updates,
         num_versions=self.config.pipeline.staleness + 2,
         write=functools.partial(_write, model, kind, has_adapters),

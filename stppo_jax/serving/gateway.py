@@ -14,7 +14,7 @@ from typing import NamedTuple
 from absl import logging
 import jax
 
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import guard
@@ -196,14 +196,14 @@ def _read_run(config: Config, tokenizer: tokenizer_lib.Tokenizer, stop_signal: S
   """Returns the end of a turn and an example. The model is served even without its environment."""
   turn_end = stop_strings.TurnEnd(max_tokens=config.rollout.max_turn)
   try:
-    parts = components.resolve(config)
-    env = parts.env
+    components = components_lib.resolve(config)
+    env = components.env
     turn_end = dataclasses.replace(
         turn_end, stop_strings=tuple(env.stop_strings), skips_thoughts=env.skips_thoughts
     )
     if env.is_program:
       return _Run(turn_end, None, f'the program {config.env.kind} writes them')
-    example = _example(config, parts, tokenizer, stop_signal)
+    example = _example(config, components, tokenizer, stop_signal)
   except Stopped:
     raise
   except Exception as error:  # the code and the files of a user may raise anything
@@ -216,15 +216,15 @@ def _read_run(config: Config, tokenizer: tokenizer_lib.Tokenizer, stop_signal: S
 
 def _example(
     config: Config,
-    parts: components.Components,
+    components: components_lib.Components,
     tokenizer: tokenizer_lib.Tokenizer,
     stop_signal: StopSignal,
 ) -> dict[str, object]:
   """Returns the messages and tools of a chat request about the first held-out task."""
-  task = parts.held_out[0]
+  task = components.held_out[0]
   seed = config.seed if task.seed is None else task.seed
   limits = guard.Guard(config.rollout.env_timeout_s, stop_signal, config.rollout.threads == 0)
-  observation, info = stepping.reset(parts.env(task, seed, limits), seed)
+  observation, info = stepping.reset(components.env(task, seed, limits), seed)
   if error := info.get('environment_error'):
     raise UserError(f'config.env.kind={config.env.kind!r}: {error}')
   text = protocol.full_text(observation, info)

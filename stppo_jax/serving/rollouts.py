@@ -297,12 +297,12 @@ class ProgramAgent(agent_lib.Agent):
 
 def make_agent(
     config: Config,
-    parts: Components,
+    components: Components,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
 ) -> ProgramAgent:
   """Builds the agent of a config whose episodes an agent program plays."""
-  program = parts.env.make
+  program = components.env.make
   assert isinstance(program, program_lib.Program)
   rollout = config.rollout
   allowed = {
@@ -318,7 +318,7 @@ def make_agent(
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
       model,
-      parts.tokenizer,
+      components.tokenizer,
       config.serve.rows,
       rollout.max_total,
       top_k=rollout.top_k,
@@ -329,9 +329,9 @@ def make_agent(
   )
   return ProgramAgent(
       config=config,
-      tokenizer=parts.tokenizer,
+      tokenizer=components.tokenizer,
       model=model,
-      env=parts.env,
+      env=components.env,
       retriever=None,
       sampler=sampler,
       greedy=sampler,

@@ -18,8 +18,8 @@ from stppo_jax.systems import parts
 
 
 def _has_function(variant: Variant) -> bool:
-  """Returns whether a user's function may read any column."""
-  return any(callable(getattr(variant, column)) for column in variant_lib.COLUMNS)
+  """Returns whether a user's function may read any field."""
+  return any(callable(getattr(variant, field)) for field in variant_lib.FUNCTION_FIELDS)
 
 
 def _clips(variant: Variant) -> bool:
@@ -43,7 +43,7 @@ def _aggregates(variant: Variant) -> bool:
   return callable(variant.objective) or 'aggregation' in variant.objective_reads
 
 
-# Columns that change nothing without another setting, with a test whether a variant has that one.
+# Fields that change nothing without another setting, with a test whether a variant has that one.
 _NEEDED: tuple[tuple[str, str, Callable[[Variant], bool]], ...] = (
     (
         'gamma',
@@ -156,7 +156,7 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
 
 
 def make_variant(config: Config) -> Variant:
-  """Resolves and checks the objective that the config names, with the columns it overrides."""
+  """Resolves and checks the objective that the config names, with the fields it overrides."""
   algorithm = config.algorithm
   variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
   if not isinstance(variant, Variant):
@@ -167,18 +167,18 @@ def make_variant(config: Config) -> Variant:
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
   _check_hashable(algorithm.variant, variant)
   functions = {}
-  for column in variant_lib.COLUMNS:
-    names = parts.BUILT_IN[column]
-    part = getattr(variant, column)
+  for field in variant_lib.FUNCTION_FIELDS:
+    names = parts.BUILT_IN[field]
+    part = getattr(variant, field)
     if isinstance(part, str) and part not in names:
-      part = plugins.load(f'algorithm.{column}', part, names)
-      functions[column] = part
+      part = plugins.load(f'algorithm.{field}', part, names)
+      functions[field] = part
     if not isinstance(part, str) and not callable(part):
       raise types.UserError(
-          f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
+          f'config.algorithm.{field}={getattr(variant, field)!r}: must name a function, see '
           'stppo_jax/algorithms/variant.py'
       )
-  variant_with_names = variant  # the columns as they are given, for messages
+  variant_with_names = variant  # the fields as they are given, for messages
   variant = dataclasses.replace(variant, **functions)
   is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
   # Mean log-probs over the vocabulary are the trainer's, so the ratios have to be, too.
@@ -194,23 +194,24 @@ def make_variant(config: Config) -> Variant:
       )
     variant = dataclasses.replace(variant, old_logp='sampler')
   validation.check_variant(config, variant)
-  for column in variant_lib.COLUMNS:
-    function = getattr(variant, column)
+  for field in variant_lib.FUNCTION_FIELDS:
+    function = getattr(variant, field)
     if not callable(function):
       continue
     from stppo_jax.algorithms import checks  # built-in parts need none
 
-    if wrong := checks.check(column, function, variant, config.rollout.group_size):
-      where = f'config.algorithm.{column}={getattr(variant_with_names, column)!r}'
-      if column not in functions:
-        where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
+    if wrong := checks.check(field, function, variant, config.rollout.group_size):
+      where = f'config.algorithm.{field}={getattr(variant_with_names, field)!r}'
+      if field not in functions:
+        where = f'config.algorithm.variant={algorithm.variant!r}, its {field}'
       raise types.UserError(f'{where}: {wrong}')
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
 def _check_hashable(name: str, variant: Variant) -> None:
   """Refuses a field that cannot be a static part of a compiled function."""
-  for field in vars(variant).keys() - set(variant_lib.COLUMNS):  # functions may be any objects
+  # Functions may be any objects.
+  for field in vars(variant).keys() - set(variant_lib.FUNCTION_FIELDS):
     try:
       hash(getattr(variant, field))
     except TypeError:
@@ -222,9 +223,9 @@ def _check_hashable(name: str, variant: Variant) -> None:
 
 
 def _overrides(algorithm: config_lib.AlgorithmSettings, variant: Variant) -> dict[str, Any]:
-  """Returns the columns of the variant that the config sets."""
-  columns = [field.name for field in dataclasses.fields(Variant)]
-  own = {field.name for field in dataclasses.fields(variant)} - set(columns)
+  """Returns the fields of the variant that the config sets."""
+  names = [field.name for field in dataclasses.fields(Variant)]
+  own = {field.name for field in dataclasses.fields(variant)} - set(names)
   for name, value in algorithm.options.items():
     if name not in own:
       raise types.UserError(
@@ -235,7 +236,7 @@ def _overrides(algorithm: config_lib.AlgorithmSettings, variant: Variant) -> dic
       raise types.UserError(
           f'config.algorithm.options.{name}={value!r}: give a number, a text, true, false or null'
       )
-  given = {name: getattr(algorithm, name) for name in columns}
+  given = {name: getattr(algorithm, name) for name in names}
   return {k: v for k, v in given.items() if v is not None} | algorithm.options
 
 
@@ -243,10 +244,10 @@ def warn_of_settings(config: Config, variant: Variant) -> None:
   """Logs settings that are allowed and seldom meant."""
   train = config.train
   name = config.algorithm.variant
-  for columns, needed, has_needed in _NEEDED:
-    for column in columns.split():
-      if getattr(config.algorithm, column) is not None and not has_needed(variant):
-        logging.warning('config.algorithm.%s has no effect without %s', column, needed)
+  for fields, needed, has_needed in _NEEDED:
+    for field in fields.split():
+      if getattr(config.algorithm, field) is not None and not has_needed(variant):
+        logging.warning('config.algorithm.%s has no effect without %s', field, needed)
   defaults = Config()
   for paths, needed, is_there in _NEEDED_SETTINGS:
     for path in paths.split():

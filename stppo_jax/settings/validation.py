@@ -138,10 +138,10 @@ def _check_mix(config):
   """Checks each environment of a mix as a run with this environment alone."""
   if not config.env.mix:
     return
-  parts = plugins.resolve('stppo_jax.settings.sections.mix:parts')
-  for part in parts(config):
-    with explain(part.name):
-      validate(part.config)
+  environments = plugins.resolve('stppo_jax.settings.sections.mix:environments')
+  for member in environments(config):
+    with explain(member.name):
+      validate(member.config)
 
 
 @contextlib.contextmanager
@@ -369,12 +369,12 @@ def check_variant(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.algorithm.dual_clip={variant.dual_clip}: must be above 1, or 0 for off'
     )
-  for column in ('rollout_is', 'rollout_rs'):
-    if getattr(variant, column) != 'none' and variant.old_logp == 'sampler':
+  for field in ('rollout_is', 'rollout_rs'):
+    if getattr(variant, field) != 'none' and variant.old_logp == 'sampler':
       raise UserError(
-          f'config.algorithm.{column}={getattr(variant, column)!r} bridges the sampler to the '
+          f'config.algorithm.{field}={getattr(variant, field)!r} bridges the sampler to the '
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
-          f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
+          f'--config.algorithm.{field}=none, or --config.algorithm.old_logp=trainer'
       )
   _check_teacher(config, variant)
   _check_kl(config, variant)

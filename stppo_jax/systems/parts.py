@@ -5,7 +5,7 @@ from typing import Any
 from stppo_jax import plugins
 from stppo_jax.algorithms.variant import RATIOS
 
-# Column -> {name: 'module:attribute'}. A run imports the modules of its own parts.
+# Field -> {name: 'module:attribute'}. A run imports the modules of its own parts.
 BUILT_IN: dict[str, dict[str, str | None]] = {
     'advantage': {
         'none': 'stppo_jax.systems.distillation:NO_ADVANTAGE',
@@ -53,13 +53,13 @@ BUILT_IN: dict[str, dict[str, str | None]] = {
 }
 
 
-def find(column: str, name: str) -> Any:
-  """Returns the built-in part of a column, or None for a name that needs none.
+def find(field: str, name: str) -> Any:
+  """Returns the built-in part of a field, or None for a name that needs none.
 
-  ValueError: the column has no part of this name.
+  ValueError: the field has no part of this name.
   """
-  names = BUILT_IN[column]
+  names = BUILT_IN[field]
   if name not in names:
-    raise ValueError(f'{column} {name!r} is none of {", ".join(names)}')
+    raise ValueError(f'{field} {name!r} is none of {", ".join(names)}')
   path = names[name]
   return plugins.resolve(path) if path else None

@@ -11,7 +11,7 @@ from stppo_jax import types
 from stppo_jax.net import calls
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import update as update_lib
-from stppo_jax.training.packing import Step
+from stppo_jax.training.packing import OptimizerStep
 
 _LOCK = threading.Lock()  # one run compiles at a time: those of a process share their programs
 
@@ -41,8 +41,8 @@ class Compilation:
       state: state_lib.TrainState,
       frozen: state_lib.Frozen,
       batch: types.TurnBatch,
-      first_epoch: Step,
-      step: Step,
+      first_epoch: OptimizerStep,
+      step: OptimizerStep,
   ):
     self._functions = functions
     self._arguments = (state, frozen, batch, first_epoch, step)

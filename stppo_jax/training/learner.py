@@ -71,7 +71,7 @@ class SplitRows(typing.NamedTuple):
 
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
-  steps: list[packing.Step]
+  steps: list[packing.OptimizerStep]
 
 
 @dataclasses.dataclass
@@ -308,7 +308,7 @@ def build(
       mini_batch=config.train.mini_batch,
       epochs=config.train.epochs,
       micro_batch=config.train.micro_batch,
-      lengths=spec.lengths,
+      length_buckets=spec.length_buckets,
       pad_id=pad_id,
       sharding=sharding.rows(mesh),
       shared=spec.shared_bins,
@@ -498,7 +498,7 @@ def make_spec(
       actor_lr=actor_lr,
       critic_lr=critic_lr,
       micro_batch=train.micro_batch,
-      lengths=tuple(train.length_buckets),
+      length_buckets=tuple(train.length_buckets),
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,

@@ -43,16 +43,18 @@ def start(
   non-finite ends, or rolls back to its newest checkpoint. A trace of `profile` updates goes to
   workdir/profile.
   """
-  variant, parts = run_lib.check(config)
-  load_inputs = functools.partial(run_lib.load_inputs, parts, variant)
+  variant, components = run_lib.check(config)
+  load_inputs = functools.partial(run_lib.load_inputs, components, variant)
   with recovery.hold_workdir(config, variant, workdir, load_inputs):
     run_lib.free_devices(config, stop_signal)
-    learners, agent = run_lib.setup(parts, variant)
-    recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
+    learners, agent = run_lib.setup(components, variant)
+    recovery.claim_tasks(config, components.tasks, components.held_out, workdir)
     skip_through: int | None = None  # after a rollback, the batches up to this one are skipped
     rollbacks = recovery.Rollbacks(workdir, config.train.on_nonfinite)
     while True:
-      opened = run_lib.open_run(parts, learners, agent, workdir, stop_signal, profile, skip_through)
+      opened = run_lib.open_run(
+          components, learners, agent, workdir, stop_signal, profile, skip_through
+      )
       try:
         with opened as run:
           return train(run)

@@ -1,6 +1,6 @@
 """Mini-batches: splits the rows of a batch into optimizer steps and moves them to the devices.
 
-Episodes in, TurnBatch and Steps out, on the host. packing.py has the bins of a step.
+Episodes in, TurnBatch and OptimizerSteps out, on the host. packing.py has the bins of a step.
 """
 
 import collections
@@ -15,7 +15,7 @@ from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
 from stppo_jax.training import packing
-from stppo_jax.training.packing import Step
+from stppo_jax.training.packing import OptimizerStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +25,27 @@ class Bins:
   mini_batch: int  # episodes per optimizer step, with all of their rows
   epochs: int  # passes over the batch
   micro_batch: int  # bins computed together
-  lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
+  length_buckets: tuple[int, ...]  # tokens per bin, rising; the last holds every row
   pad_id: int
   sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
   share_prefixes: bool = False  # whether its rows may share places
   whole_groups: bool = False  # whether all episodes of a group go to the same step
-  # Whether all batches have the column `demonstrated`, so that one program is compiled for them.
+  # Whether all batches have the field `demonstrated`, so that one program is compiled for them.
   marks_demonstrations: bool = False
 
-  def padding(self, steps: Sequence[Step]) -> float:
+  def padding(self, steps: Sequence[OptimizerStep]) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
     computed = 0
     for step in steps:
-      computed += packing.num_computed(step.packing, self.micro_batch, self.lengths)
+      computed += packing.num_computed(step.packing, self.micro_batch, self.length_buckets)
     share = sum(packing.num_places(step.packing) for step in steps) / max(computed, 1)
     return 1 - share
 
 
 def to_device(
     episodes: Sequence[types.Episode], bins: Bins, key: jax.Array
-) -> tuple[types.TurnBatch, list[Step]]:
+) -> tuple[types.TurnBatch, list[OptimizerStep]]:
   """Moves a batch of rows to the devices, and splits it into optimizer steps by `key`.
 
   All rows of an episode go to the same step. All steps have the same number of rows. Rows of
@@ -75,13 +75,13 @@ def to_device(
   lengths = np.zeros(num_rows, np.int32)
   for row, episode in enumerate(episodes):
     lengths[row] = batching.trained_length(episode)
-  largest_bucket = bins.lengths[-1:]
+  largest_bucket = bins.length_buckets[-1:]
   batch = batching.to_turn_batch(
       episodes, largest_bucket, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
   )
   identities = None
   if bins.share_prefixes:
-    identities = _identities(episodes, (num_rows, bins.lengths[-1]))
+    identities = _identities(episodes, (num_rows, bins.length_buckets[-1]))
   steps = []
   for i, rows in enumerate(rows_of_steps):
     is_first_of_epoch = i % steps_per_epoch == 0
@@ -91,8 +91,8 @@ def to_device(
     rows = np.concatenate([rows, padding[:num_padding]])
     padding = padding[num_padding:]
     tokens = None if identities is None else identities[rows]
-    places = packing.pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared, tokens)
-    step = Step(rows.astype(np.int32), places)
+    places = packing.pack(lengths[rows], bins.micro_batch, bins.length_buckets, bins.shared, tokens)
+    step = OptimizerStep(rows.astype(np.int32), places)
     steps.append(step)
   return batch, steps
 
@@ -103,7 +103,7 @@ def shapes(
     group_size: int,
     roles: Sequence[str] = (),
     routed_model: decoder.ModelConfig | None = None,
-) -> tuple[types.TurnBatch, Step]:
+) -> tuple[types.TurnBatch, OptimizerStep]:
   """Returns the shapes of what `to_device` makes: the batch, and one step.
 
   Each episode has one row, or one for each of the `roles`. For a mixture of experts `routed_model`
@@ -120,7 +120,7 @@ def shapes(
       bins.mini_batch * rows_per_episode, most_episodes * rows_per_episode
   )
   num_rows = rows_per_step * steps_per_epoch
-  length = bins.lengths[-1]
+  length = bins.length_buckets[-1]
   batch = batching.batch_shapes(num_rows, length, routed_model, roles, bins.marks_demonstrations)
   return batch, packing.step_shapes(length, bins.share_prefixes, rows_per_step)
 

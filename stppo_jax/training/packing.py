@@ -20,7 +20,7 @@ places of the tokens before it, and a token attends to itself and to the tokens 
         p q c d e    ends     7 7 4 4 7 7 7
 
 Where several devices compute a bin together (`attention.Pieces`), the layout has pieces of bins,
-and [R,P] are their number and their columns.
+and [R,P] are their number and their places.
 
 The places are in depth-first order, so that the continuations of a token in any row are the places
 up to its end. Masks, advantages and returns belong to a row, log-probs and values to a place.
@@ -56,24 +56,24 @@ class Packing:
   """
 
   bin: Array  # [B] int32
-  offset: Array  # [B] int32, the column of the row's first token in its bin
+  offset: Array  # [B] int32, the place of the row's first token in its bin
   length: Array  # [B] int32, the tokens of the row; 0: it is in no bin
-  # The column [B,T] int32 of each token, rising along a row. None: no row shares a place, and the
-  # tokens of a row are next to each other.
-  column: Array | None = None
+  # The place [B,T] int32 of each token in its bin, rising along a row. None: no row shares a place,
+  # and the tokens of a row are next to each other.
+  place: Array | None = None
   num_tokens: int = flax.struct.field(pytree_node=False, default=0)  # T
 
   @property
   def end(self) -> Array:
-    """The column [B] after the last token of each row; of no meaning for a row in no bin."""
-    if self.column is None:
+    """The place [B] after the last token of each row; of no meaning for a row in no bin."""
+    if self.place is None:
       return self.offset + self.length
-    is_last = np.arange(self.column.shape[1]) == self.length[:, None] - 1
-    return ((self.column + 1) * is_last).sum(axis=1)
+    is_last = np.arange(self.place.shape[1]) == self.length[:, None] - 1
+    return ((self.place + 1) * is_last).sum(axis=1)
 
 
 @flax.struct.dataclass
-class Step:
+class OptimizerStep:
   """One optimizer step: its rows of the batch, and their place in the bins."""
 
   rows: Array  # [b] int32, rising
@@ -169,7 +169,7 @@ def pieces_of(mesh: jax.sharding.Mesh) -> attention.Pieces | None:
   return pieces.DevicePieces(mesh)
 
 
-def num_tokens(steps: Sequence[Step]) -> int:
+def num_tokens(steps: Sequence[OptimizerStep]) -> int:
   """Counts the tokens of the rows of these steps."""
   lengths = [step.packing.length for step in steps]
   return sum(int(length.sum()) for length in lengths)
@@ -185,7 +185,7 @@ def num_places(packing: Packing) -> int:
 def pack(
     lengths: np.ndarray,
     num_bins: int,
-    capacities: Sequence[int],
+    length_buckets: Sequence[int],
     shared: bool = True,
     tokens: np.ndarray | None = None,
     num_tokens: int | None = None,
@@ -194,22 +194,22 @@ def pack(
 
   Micro-batches are filled one after the other, and so are their bins. A bin takes the longest row
   that is left, and then the longest one that fits, until none does. All bins of a micro-batch have
-  the same capacity. It is the one of the rising `capacities` that serves the most tokens of rows
-  per place, among those that hold the longest row. B / num_bins micro-batches, rounded up, are
+  the same capacity. It is the one of the rising `length_buckets` that serves the most tokens of
+  rows per place, among those that hold the longest row. B / num_bins micro-batches, rounded up, are
   always enough, because each but the last holds a row in every bin. Bins that are not `shared` hold
-  one row each, from their first column. `num_tokens` is T, by default the largest capacity.
+  one row each, from their first place. `num_tokens` is T, by default the largest bucket.
 
   With `tokens` [B,T], integers that tell tokens apart, rows of a bin share the places of their
   common prefixes. A bin then prefers the rows that have most in common with it.
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
-  num_tokens = num_tokens or capacities[-1]
+  num_tokens = num_tokens or length_buckets[-1]
   bins = np.zeros_like(lengths)
   offsets = np.zeros_like(lengths)
-  columns = None
+  places = None
   if tokens is not None:
-    columns = np.zeros((len(lengths), num_tokens), np.int32)
+    places = np.zeros((len(lengths), num_tokens), np.int32)
   prefixes = _Prefixes(lengths, tokens)
   longest_first = np.argsort(-lengths, kind='stable')
   left = longest_first[lengths[longest_first] > 0]
@@ -218,7 +218,7 @@ def pack(
     longest = lengths[left[0]]
     contents: list[list[int]] = []  # the rows of each bin of the best capacity
     most = 0.0
-    for capacity in capacities:
+    for capacity in length_buckets:
       if capacity < longest:
         continue
       candidate = _fill(left, num_bins, capacity, shared, prefixes)
@@ -229,11 +229,11 @@ def pack(
         most = served
     for number, rows in enumerate(contents, start=first_bin):
       bins[rows] = number
-      prefixes.number_places(rows, offsets, columns)
+      prefixes.number_places(rows, offsets, places)
     placed = np.concatenate(contents)
     left = left[~np.isin(left, placed)]
     first_bin += num_bins
-  return Packing(bins, offsets, lengths, columns, num_tokens)
+  return Packing(bins, offsets, lengths, places, num_tokens)
 
 
 class _Prefixes:
@@ -264,8 +264,8 @@ class _Prefixes:
     by_rank = np.concatenate([before, self.lengths[row : row + 1], after])
     return by_rank[self._rank]
 
-  def number_places(self, rows, offsets, columns):
-    """Writes the offsets [B] and columns [B,T], if there are any, of the rows of a bin."""
+  def number_places(self, rows, offsets, places):
+    """Writes the offsets [B] and places [B,T], if there are any, of the rows of a bin."""
     rows = sorted(rows, key=lambda row: self._rank[row])
     end = 0
     previous = None
@@ -278,9 +278,9 @@ class _Prefixes:
       offsets[row] = end
       if common:
         offsets[row] = offsets[previous]
-        columns[row, :common] = columns[previous, :common]
-      if columns is not None:
-        columns[row, common : self.lengths[row]] = np.arange(end, end + num_own)
+        places[row, :common] = places[previous, :common]
+      if places is not None:
+        places[row, common : self.lengths[row]] = np.arange(end, end + num_own)
       end += num_own
       previous = row
 
@@ -315,19 +315,19 @@ def _fill(rows, num_bins, capacity, shared, prefixes):
   return contents
 
 
-def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> int:
+def num_computed(packing: Packing, num_bins: int, length_buckets: Sequence[int]) -> int:
   """Counts the tokens that a model computes for a Packing on the host, padding included."""
   longest = np.zeros(len(packing.bin), np.int64)  # end of the longest bin of each micro-batch
   micro_batches = packing.bin // num_bins
   np.maximum.at(longest, micro_batches, packing.end)
   longest = longest[longest > 0]
-  chosen = np.searchsorted(capacities, longest)
-  columns = np.asarray(capacities)[chosen]
-  return num_bins * int(columns.sum())
+  chosen = np.searchsorted(length_buckets, longest)
+  capacities = np.asarray(length_buckets)[chosen]
+  return num_bins * int(capacities.sum())
 
 
-def stack(steps: Sequence[Step]) -> Step:
-  """Stacks Steps of equally many rows along a leading axis."""
+def stack(steps: Sequence[OptimizerStep]) -> OptimizerStep:
+  """Stacks OptimizerSteps of equally many rows along a leading axis."""
 
   def join(*leaves):
     return np.stack(leaves)
@@ -335,12 +335,12 @@ def stack(steps: Sequence[Step]) -> Step:
   return jax.tree.map(join, *steps)
 
 
-def step_shapes(num_tokens: int, share_prefixes: bool, *axes: int) -> Step:
-  """Returns the shapes of a Step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
+def step_shapes(num_tokens: int, share_prefixes: bool, *axes: int) -> OptimizerStep:
+  """Returns the shapes of a step of rows of `num_tokens`: axes [b], or [steps,b] if stacked."""
   shape: Any = jax.ShapeDtypeStruct
   whole = shape(axes, np.int32)
-  column = shape((*axes, num_tokens), np.int32) if share_prefixes else None
-  return Step(whole, Packing(whole, whole, whole, column, num_tokens))
+  place = shape((*axes, num_tokens), np.int32) if share_prefixes else None
+  return OptimizerStep(whole, Packing(whole, whole, whole, place, num_tokens))
 
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
@@ -355,27 +355,27 @@ def sum_over(
     function: Callable[[Layout], Tree],
     packing: Packing,
     num_bins: int,
-    capacities: Sequence[int],
+    length_buckets: Sequence[int],
     pieces: attention.Pieces | None = None,
 ) -> Tree:
   """Returns the sum of function(Layout) over every non-empty micro-batch.
 
-  Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a
-  micro-batch is computed on as few columns as hold its bins.
+  Choice: one program for any number of micro-batches, with a branch for each of `length_buckets`: a
+  micro-batch is computed with the smallest capacity that holds its bins.
   """
 
-  def compute(columns, j):
-    micro_batch = layout(packing, j, num_bins, columns, pieces)
+  def compute(capacity, j):
+    micro_batch = layout(packing, j, num_bins, capacity, pieces)
     return function(micro_batch)
 
-  branches = [functools.partial(compute, columns) for columns in capacities]
+  branches = [functools.partial(compute, capacity) for capacity in length_buckets]
   # The trace that shows the shapes of the sum is the first branch: tracing it again takes seconds.
   jaxpr, shapes = jax.make_jaxpr(branches[0], return_shape=True)(0)
   branches[0] = _as_function(jaxpr, shapes)
   zeros = jax.tree.map(jnp.zeros_like, shapes)
 
   def add(j, total):
-    chosen = which_capacity(packing, j, num_bins, capacities)
+    chosen = which_bucket(packing, j, num_bins, length_buckets)
     summand = jax.lax.switch(chosen, branches, j)
     return jax.tree.map(jnp.add, total, summand)
 
@@ -390,14 +390,14 @@ def _as_function(jaxpr, shapes):
   return lambda *arguments: jax.tree.unflatten(structure, compute(*arguments))
 
 
-def which_capacity(
-    packing: Packing, j: jax.Array, num_bins: int, capacities: Sequence[int]
+def which_bucket(
+    packing: Packing, j: jax.Array, num_bins: int, length_buckets: Sequence[int]
 ) -> jax.Array:
-  """Returns the index of the first of the rising `capacities` that micro-batch j fits in."""
+  """Returns the index of the first of the rising `length_buckets` that micro-batch j fits in."""
   is_in_j = packing.bin // num_bins == j
   ends = jnp.where(is_in_j, packing.end, 0)
-  columns = jnp.asarray(capacities)
-  return jnp.searchsorted(columns, ends.max())
+  capacities = jnp.asarray(length_buckets)
+  return jnp.searchsorted(capacities, ends.max())
 
 
 def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
@@ -408,8 +408,8 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   rows = rows & (packing.length > 0)
   is_kept = jnp.zeros(max_bins, bool)
   is_kept = is_kept.at[packing.bin].max(rows)
-  places = jnp.cumsum(is_kept) - 1
-  bins = places[packing.bin]
+  new_numbers = jnp.cumsum(is_kept) - 1
+  bins = new_numbers[packing.bin]
   is_row_kept = is_kept[packing.bin]
   length = jnp.where(is_row_kept, packing.length, 0)
   return dataclasses.replace(packing, bin=bins, length=length)
@@ -426,16 +426,16 @@ def layout(
   is_in_j = packing.bin // num_bins == j
   tokens = jnp.arange(packing.num_tokens)
   owned = is_in_j[:, None] & (tokens < packing.length[:, None])
-  column = packing.column
-  if column is None:
-    column = packing.offset[:, None] + tokens
+  place = packing.place
+  if place is None:
+    place = packing.offset[:, None] + tokens
   first_slot = (packing.bin - j * num_bins) * capacity
   size = num_bins * capacity
-  slot = jnp.where(owned, first_slot[:, None] + column, size)
-  find_tokens = _tokens_in_order if packing.column is None else _first_tokens
+  slot = jnp.where(owned, first_slot[:, None] + place, size)
+  find_tokens = _tokens_in_order if packing.place is None else _first_tokens
   row, position, live = find_tokens(slot, packing, size)
   paths = None
-  if packing.column is not None or pieces is not None:
+  if packing.place is not None or pieces is not None:
     paths = _paths(slot, packing, row, position, live, capacity)
   in_bins = lambda x: x.reshape(num_bins, capacity)
   row, position, live, paths = jax.tree.map(in_bins, (row, position, live, paths))
@@ -478,8 +478,8 @@ def _paths(slot, packing, row, position, live, capacity):
   """Returns the Paths of the slots, in one row."""
   own = jnp.arange(len(row)) % capacity
   before = own - 1
-  if packing.column is not None:
-    before = packing.column[row, jnp.maximum(position - 1, 0)]
+  if packing.place is not None:
+    before = packing.place[row, jnp.maximum(position - 1, 0)]
   parents = jnp.where(live & (position > 0), before, own)
   row_ends = jnp.broadcast_to(packing.end[:, None], slot.shape)
   ends = (own + 1).at[slot].max(row_ends, mode='drop')  # the largest of the paths through a slot

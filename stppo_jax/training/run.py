@@ -1,4 +1,4 @@
-"""A run: its parts, assembled from the config, and what happens around each update.
+"""A run: its components, assembled from the config, and what happens around each update.
 
 `check` and `load_inputs` find a user's mistakes before weights are loaded. A `Run` samples,
 measures, evaluates, logs and saves for `loop.train`.
@@ -18,7 +18,7 @@ import jax
 from stppo_jax import types
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.assembly import agents
-from stppo_jax.assembly import components
+from stppo_jax.assembly import components as components_lib
 from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
 from stppo_jax.data import tasks as tasks_lib
@@ -56,18 +56,18 @@ def check(config: Config) -> tuple[Variant, Components]:
 
     determinism.enable()
   variant = objective.make_variant(config)
-  parts = components.resolve(config)
+  components = components_lib.resolve(config)
   _check_staleness(config)
   if config.rollout.engine_shares_devices:
     from stppo_jax.training import offload
 
     offload.check(sharding.mesh_of(config.mesh))
-  if config.rollout.allocation != 'even' and parts.env.rows_per_episode > 1:
+  if config.rollout.allocation != 'even' and components.env.rows_per_episode > 1:
     raise types.UserError(
         f'config.rollout.allocation={config.rollout.allocation!r} reads one score of an episode, '
         'and each role of this environment has its own: set it to even'
     )
-  if config.rollout.engine and parts.env.is_program:
+  if config.rollout.engine and components.env.is_program:
     raise types.UserError(
         f'config.rollout.engine={config.rollout.engine!r}: agent programs talk to the gateway of '
         'the run, which samples itself: leave it empty'
@@ -77,10 +77,10 @@ def check(config: Config) -> tuple[Variant, Components]:
 
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
-      read_batch = _make_replay(parts, variant)
+      read_batch = _make_replay(components, variant)
       read_batch(1)
   hosts.require_same('config', dataclasses.asdict(config))
-  return variant, parts
+  return variant, components
 
 
 def _check_staleness(config):
@@ -111,20 +111,20 @@ def _check_staleness(config):
     )
 
 
-def load_inputs(parts: Components, variant: Variant) -> None:
+def load_inputs(components: Components, variant: Variant) -> None:
   """Loads everything but the weights: tokenizer, retriever, tasks. Checks that it fits together."""
-  config = parts.config
-  tasks = parts.tasks
-  parts.load()
-  parts.check_prompts(tasks)
-  parts.check_prompts(parts.held_out)
-  tasks_lib.warn_of_overlap(tasks, parts.held_out)
-  tokenizer = parts.tokenizer
+  config = components.config
+  tasks = components.tasks
+  components.load()
+  components.check_prompts(tasks)
+  components.check_prompts(components.held_out)
+  tasks_lib.warn_of_overlap(tasks, components.held_out)
+  tokenizer = components.tokenizer
   if config.rollout.demonstrations:
     from stppo_jax.rollout import demonstrations
 
     source = demonstrations.load(config.rollout.demonstrations, tokenizer)
-    demonstrations.check_tasks(config.rollout.demonstrations, source, parts.env, tasks)
+    demonstrations.check_tasks(config.rollout.demonstrations, source, components.env, tasks)
   if config.teacher.folder:
     prepare.check_teacher(config, tokenizer)
     prepare.check_weights(config, 'tokens', config.teacher.folder)
@@ -142,18 +142,18 @@ def load_inputs(parts: Components, variant: Variant) -> None:
     hosts.by_writer(server.check, tokenizer, config.rollout.max_total)
 
 
-def setup(parts: Components, variant: Variant) -> tuple[learner_lib.Learners, agent_lib.Agent]:
+def setup(components: Components, variant: Variant) -> tuple[learner_lib.Learners, agent_lib.Agent]:
   """Loads the weights; returns the learners, and the agent that plays. Compiles nothing."""
-  config = parts.config
+  config = components.config
   learners = learner_lib.build(
       config,
       variant,
       prepare.load_policy,
-      parts.policies,
-      parts.tokenizer.pad_id,
+      components.policies,
+      components.tokenizer.pad_id,
       _make_teacher(config),
   )
-  agent = agents.make_agent(config, parts, learners.spec.actor, learners.mesh)
+  agent = agents.make_agent(config, components, learners.spec.actor, learners.mesh)
   return learners, agent
 
 
@@ -210,7 +210,7 @@ def _make_stream(config, tasks):
     return tasks_lib.TaskStream(tasks, per_batch, config.seed)
   from stppo_jax.data import mix
 
-  counts = components.mix_rules().questions_per_batch(config)
+  counts = components_lib.mix_rules().questions_per_batch(config)
   return mix.MixStream(tasks, counts, config.seed)
 
 
@@ -247,17 +247,17 @@ def _make_demonstrator(config, agent, stop_signal):
   )
 
 
-def _make_replay(parts, variant):
+def _make_replay(components, variant):
   """Makes the reader of the batches of config.rollout.replay."""
   from stppo_jax.rollout import saved
 
-  config = parts.config
+  config = components.config
   return saved.Replay(
       config.rollout.replay,
       prepare.load_tokenizer(config),
       config.train.mini_batch,
       config.train.length_buckets[-1],
-      parts.env,
+      components.env,
       variant.needs_groups,
       config.rollout.routing_replay == 'sampling',
   )
@@ -273,7 +273,7 @@ def free_devices(config: Config, stop_signal: StopSignal) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    parts: Components,
+    components: Components,
     learners: learner_lib.Learners,
     agent: agent_lib.Agent,
     workdir: str,
@@ -285,13 +285,13 @@ def open_run(
 
   After a rollback the batches up to `skip_through` are skipped.
   """
-  config = parts.config
+  config = components.config
   variant = learners.spec.variant
-  _log_start(parts, learners.mesh)
+  _log_start(components, learners.mesh)
   run_over = StopSignal(stop_signal.is_set)  # set at the end, too: it stops what samples ahead
   if learners.teacher is not None:
     learners.teacher.stop_signal = run_over
-  batches = make_batches(config, agent, learners.policy, parts.tasks, run_over)
+  batches = make_batches(config, agent, learners.policy, components.tasks, run_over)
   with contextlib.ExitStack() as resources:
     settings = config.train
     checkpoints = recovery.RunCheckpoints(
@@ -300,7 +300,7 @@ def open_run(
     resources.enter_context(checkpoints)
     progress, sampled_ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
-    resources.enter_context(_compiling_ahead(parts, learners, settings.updates - first))
+    resources.enter_context(_compiling_ahead(components, learners, settings.updates - first))
     policy = learners.policy(learners.actor)
     if config.rollout.engine_shares_devices:
       from stppo_jax.rollout import engines
@@ -308,7 +308,7 @@ def open_run(
 
       assert isinstance(agent, engines.RemoteAgent)
       agent.trainer = offload.DeviceArrays(learners)
-    opened = agent.opened(workdir, first, policy, parts.tasks, run_over)
+    opened = agent.opened(workdir, first, policy, components.tasks, run_over)
     resources.enter_context(opened)
     del policy, opened
     journal = journal_lib.Journal(
@@ -320,7 +320,7 @@ def open_run(
         skip_through is not None,
     )
     resources.enter_context(journal)
-    pipeline = resources.enter_context(_make_pipeline(parts, variant, batches, sampled_ahead))
+    pipeline = resources.enter_context(_make_pipeline(components, variant, batches, sampled_ahead))
     del sampled_ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(run_over.set)
@@ -331,7 +331,7 @@ def open_run(
         config=config,
         learners=learners,
         agent=agent,
-        held_out=parts.held_out,
+        held_out=components.held_out,
         batches=batches,
         pipeline=pipeline,
         checkpoints=checkpoints,
@@ -344,15 +344,15 @@ def open_run(
 
 
 @contextlib.contextmanager
-def _compiling_ahead(parts, learners, num_updates):
+def _compiling_ahead(components, learners, num_updates):
   """Context manager in which the update is compiled, while other things are done.
 
   Choice: nothing is compiled ahead where the rows of a batch are not known. The episodes of an
   agent program, and saved ones, have any number of them. Batches of a mix may have a further
-  column, with the weights of their rows.
+  field, with the weights of their rows.
   """
-  config = parts.config
-  env = parts.env
+  config = components.config
+  env = components.env
   if num_updates > 0 and not (env.is_program or config.rollout.replay or config.env.mix):
     learners.compile_ahead(config.train.episodes, config.rollout.group_size, env.roles)
   try:
@@ -362,8 +362,8 @@ def _compiling_ahead(parts, learners, num_updates):
       learners.compilation.cancel()
 
 
-def _log_start(parts, mesh):
-  config = parts.config
+def _log_start(components, mesh):
+  config = components.config
   logging.info(
       '%s: %s, %d x %s as %s; %d tasks to train on, %d held out',
       config.name,
@@ -371,20 +371,20 @@ def _log_start(parts, mesh):
       mesh.size,
       jax.devices()[0].device_kind,
       dict(mesh.shape),
-      len(parts.tasks),
-      len(parts.held_out),
+      len(components.tasks),
+      len(components.held_out),
   )
 
 
-def _make_pipeline(parts, variant, batches, ahead):
+def _make_pipeline(components, variant, batches, ahead):
   """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
-  config = parts.config
+  config = components.config
   if not config.rollout.replay:
     return pipeline_lib.Pipeline(
         batches.sample, config.pipeline.staleness, ahead, batches.copy, batches.receive
     )
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
-  replay = _make_replay(parts, variant)
+  replay = _make_replay(components, variant)
 
   def read(unused_params, number, unused_staleness):
     try:
@@ -466,8 +466,8 @@ class Run:
       number = n + self.progress.skipped_batches
       self.sampled = self.pipeline.take(self.learners.start_actor, number)
     if self.config.env.mix:
-      components.mix_rules().weigh(self.config, self.sampled.episodes)
-    components.check_jax()  # the code of users has run
+      components_lib.mix_rules().weigh(self.config, self.sampled.episodes)
+    components_lib.check_jax()  # the code of users has run
     return self.sampled
 
   def measure(
@@ -519,14 +519,14 @@ class Run:
       return list
     has_values = self.learners.spec.has_values
     tokenizer = self.agent.tokenizer
-    parts = []
+    records = []
     for part in policy_updates:
       rows = dataclasses.replace(sampled, episodes=part.episodes)
-      records = episodes_lib.update_records(
+      own_records = episodes_lib.update_records(
           rows, tokenizer, part.batch, part.step_metrics, n, has_values
       )
-      parts.append(records)
-    return episodes_lib.join_records(parts)
+      records.append(own_records)
+    return episodes_lib.join_records(records)
 
   def evaluation_is_due(self, n: int) -> bool:
     """Whether the policy is evaluated after update n."""

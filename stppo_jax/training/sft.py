@@ -253,15 +253,15 @@ def _run(config, workdir, pools, stop_signal):
   lengths = np.array([len(row.tokens) for row in pools.train])
   all_buckets = config.train.length_buckets
   longest = max(len(row.tokens) for row in (*pools.train, *pools.held_out))
-  buckets = all_buckets[: int(np.searchsorted(all_buckets, longest)) + 1]
-  model = supervised.with_kernel(models.model, config.model.attention, mesh, buckets)
+  length_buckets = all_buckets[: int(np.searchsorted(all_buckets, longest)) + 1]
+  model = supervised.with_kernel(models.model, config.model.attention, mesh, length_buckets)
   order = functools.partial(tasks_lib.in_epochs, len(pools.train), batch, config.seed)
   num_bins = supervised.choose_bins(
       lengths,
       order,
       config.train.micro_batch,
       sharding.num_row_shards(mesh),
-      buckets,
+      length_buckets,
       attention.takes_segments(model.attention),
   )
   trainer = supervised.Trainer(
@@ -270,7 +270,7 @@ def _run(config, workdir, pools, stop_signal):
       supervised.make_optimizer(config.sft.lr, num_steps),
       mesh,
       num_bins,
-      buckets,
+      length_buckets,
       config.model.logp_chunk or None,
       config.train.share_prefixes,
   )

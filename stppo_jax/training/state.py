@@ -105,7 +105,7 @@ class Spec:
   actor_lr: optax.Schedule
   critic_lr: optax.Schedule
   micro_batch: int  # bins computed together: see packing.py
-  lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
+  length_buckets: tuple[int, ...]  # tokens per bin, rising; the last holds every row
   temperature: float  # divides the logits in sampler, trainer and reference alike
   logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
   critic_warmup: int  # optimizer steps that leave the actor unchanged

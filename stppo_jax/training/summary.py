@@ -10,7 +10,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.rollout import batching
 from stppo_jax.training import diagnostics
-from stppo_jax.training.packing import Step
+from stppo_jax.training.packing import OptimizerStep
 
 _FACTOR = 'stppo/applied_factor'
 _MAX_STEPS = 8  # the first steps of an update have a metric for the factor
@@ -24,7 +24,7 @@ class PolicyUpdate(NamedTuple):
   policy: str  # its name, see `Learners`
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
-  steps: list[Step]
+  steps: list[OptimizerStep]
   metrics: dict[str, float]  # the batch's numbers
   step_metrics: list[types.StepMetrics]  # one per optimizer step
 

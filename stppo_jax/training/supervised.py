@@ -69,14 +69,14 @@ class Trainer:
       optimizer: optax.GradientTransformation,
       mesh: jax.sharding.Mesh,
       micro_batch: int,
-      buckets: Sequence[int],
+      length_buckets: Sequence[int],
       logp_chunk: int | None = None,
       share_prefixes: bool = False,
   ):
     self.model = dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
     self.frozen = frozen
     self.micro_batch = micro_batch
-    self.buckets = tuple(buckets)
+    self.length_buckets = tuple(length_buckets)
     self.shared = attention.takes_segments(model.attention)
     self.share_prefixes = share_prefixes and decoder.takes_paths(model)
     self._optimizer = optimizer
@@ -110,13 +110,13 @@ class Trainer:
 
   def padding(self, rows: Rows) -> float:
     """Returns the share of padding among the tokens that a step computes."""
-    size = packing.num_computed(rows.packing, self.micro_batch, self.buckets)
+    size = packing.num_computed(rows.packing, self.micro_batch, self.length_buckets)
     return 1 - packing.num_places(rows.packing) / size
 
   def rows(self, pool: Sequence[Demonstration], num_rows: int) -> Rows:
     """Packs demonstrations, see `make_rows`."""
     share = self.share_prefixes
-    return make_rows(pool, num_rows, self.micro_batch, self.buckets, self.shared, share)
+    return make_rows(pool, num_rows, self.micro_batch, self.length_buckets, self.shared, share)
 
   def _put(self, rows):
     return hosts.put(rows, sharding.replicated(self._mesh))
@@ -137,7 +137,7 @@ class Trainer:
 
   def _sum(self, function, rows):
     pieces = packing.pieces_of(self._mesh)
-    return packing.sum_over(function, rows.packing, self.micro_batch, self.buckets, pieces)
+    return packing.sum_over(function, rows.packing, self.micro_batch, self.length_buckets, pieces)
 
   def _sum_loss(self, actor, frozen, rows):
     def one(layout):
@@ -169,13 +169,13 @@ def make_rows(
     pool: Sequence[Demonstration],
     num_rows: int,
     micro_batch: int,
-    buckets: Sequence[int],
+    length_buckets: Sequence[int],
     shared: bool,
     share_prefixes: bool = False,
 ) -> Rows:
   """Packs at most `num_rows` demonstrations into bins. Rows of padding are in none of them."""
-  tokens = np.zeros((num_rows, buckets[-1]), np.int32)
-  weights = np.zeros((num_rows, buckets[-1]), np.float32)
+  tokens = np.zeros((num_rows, length_buckets[-1]), np.int32)
+  weights = np.zeros((num_rows, length_buckets[-1]), np.float32)
   lengths = np.zeros(num_rows, np.int32)
   for i, row in enumerate(pool):
     length = len(row.tokens)
@@ -183,7 +183,9 @@ def make_rows(
     weights[i, :length] = row.weights
     lengths[i] = length
   identities = tokens if share_prefixes else None
-  return Rows(tokens, weights, packing.pack(lengths, micro_batch, buckets, shared, identities))
+  return Rows(
+      tokens, weights, packing.pack(lengths, micro_batch, length_buckets, shared, identities)
+  )
 
 
 def choose_bins(
@@ -191,7 +193,7 @@ def choose_bins(
     order: Callable[[int], Sequence[int]],
     most: int,
     multiple: int,
-    buckets: Sequence[int],
+    length_buckets: Sequence[int],
     shared: bool,
 ) -> int:
   """Returns the number of bins per micro-batch, at most `most` and a multiple of `multiple`.
@@ -204,8 +206,8 @@ def choose_bins(
   num_computed = {}
   number = multiple
   while number <= most:
-    packings = [packing.pack(lengths[step], number, buckets, shared) for step in steps]
-    sizes = [packing.num_computed(rows, number, buckets) for rows in packings]
+    packings = [packing.pack(lengths[step], number, length_buckets, shared) for step in steps]
+    sizes = [packing.num_computed(rows, number, length_buckets) for rows in packings]
     num_computed[number] = sum(sizes)
     number *= 2
   limit = _MOST_PADDING * min(num_computed.values())
@@ -218,7 +220,7 @@ def train(
     pool: Sequence[Demonstration],
     *,
     rows: int,
-    buckets: Sequence[int],
+    length_buckets: Sequence[int],
     steps: int,
     optimizer: optax.GradientTransformation,
     seed: int,
@@ -232,16 +234,16 @@ def train(
   RunError: a loss or a gradient is not finite.
   """
   lengths = np.array([len(row.tokens) for row in pool])
-  if rows > len(pool) or lengths.max() > buckets[-1]:
+  if rows > len(pool) or lengths.max() > length_buckets[-1]:
     raise types.UserError(
         f'{len(pool)} demonstrations of at most {max(lengths, default=0)} tokens: at least {rows} '
-        f'of at most {buckets[-1]} are needed'
+        f'of at most {length_buckets[-1]} are needed'
     )
   order = functools.partial(tasks_lib.in_epochs, len(pool), rows, seed)
   shared = attention.takes_segments(config.attention)
-  micro_batch = choose_bins(lengths, order, rows, 1, buckets, shared)
+  micro_batch = choose_bins(lengths, order, rows, 1, length_buckets, shared)
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-  trainer = Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, buckets)
+  trainer = Trainer(config, state_lib.Frozen(), optimizer, mesh, micro_batch, length_buckets)
   state = trainer.init(jax.device_put(params, sharding.tree_shardings(params, mesh)))
   del params
   losses = []

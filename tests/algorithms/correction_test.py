@@ -16,8 +16,8 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variant as variant_lib
 from stppo_jax.algorithms import variants
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import state as train_state
-from stppo_jax.training import update
 from tests.support import oracle
 
 LEVELS = ('token', 'turn', 'sequence')
@@ -675,7 +675,7 @@ class DivideTest(parameterized.TestCase):
       divided = correction.divide(order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0)
       got, undivided, by_step = divided[:3]
       before = params['w']
-      params, opt_state, step_norm, factor = update.optimize(
+      params, opt_state, step_norm, factor = optimizer_step.optimize(
           optimizer, got, params, opt_state, jnp.asarray(True), by_step, undivided
       )
       steps.append(before - params['w'])
@@ -694,7 +694,7 @@ class DivideTest(parameterized.TestCase):
     """At a gradient of 0: step = rate * decay * w / D = .1 * .5 * 2 / 4."""
     optimizer, _ = train_state.make_optimizer(0.1, 0, weight_decay=0.5)
     params = {'w': jnp.asarray(2.0)}
-    after, *_ = update.optimize(
+    after, *_ = optimizer_step.optimize(
         optimizer, {'w': jnp.zeros(())}, params, optimizer.init(params), jnp.asarray(True), 4.0
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
@@ -704,7 +704,7 @@ class DivideTest(parameterized.TestCase):
     optimizer, _ = train_state.make_optimizer(1e-6, 0)
     for dtype, expected in (('bfloat16', 0.0), ('float32', 1e-6)):
       params = {'w': jnp.ones((), dtype)}
-      _, _, step_norm, _ = update.optimize(
+      _, _, step_norm, _ = optimizer_step.optimize(
           optimizer, params, params, optimizer.init(params), jnp.asarray(True)
       )
       np.testing.assert_allclose(step_norm, expected, rtol=0.1)

@@ -399,7 +399,7 @@ class StepTest(parameterized.TestCase):
   @parameterized.parameters(*NAMES)
   @pytest.mark.slow_after(1)
   def test_step_is_gradient_of_whole_objective(self, name):
-    spec = update_test.make_spec(name, micro_batch=2, lengths=(12, 24), beta=2.0)
+    spec = update_test.make_spec(name, micro_batch=2, length_buckets=(12, 24), beta=2.0)
     mesh = update_test.one_device()
     batch, (state, metrics, _) = run_step(spec, mesh)
     model = spec.actor
@@ -429,9 +429,13 @@ class StepTest(parameterized.TestCase):
     options = dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)
     mesh = update_test.one_device()
     _, whole = run_step(update_test.make_spec(name, **options), mesh)
-    for lengths, micro_batch, logp_chunk in (((12, 24), 2, None), ((48,), 1, 8)):
+    for length_buckets, micro_batch, logp_chunk in (((12, 24), 2, None), ((48,), 1, 8)):
       spec = update_test.make_spec(
-          name, micro_batch=micro_batch, lengths=lengths, logp_chunk=logp_chunk, **options
+          name,
+          micro_batch=micro_batch,
+          length_buckets=length_buckets,
+          logp_chunk=logp_chunk,
+          **options,
       )
       _, split = run_step(spec, mesh)
       chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)

@@ -32,6 +32,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
@@ -190,8 +191,8 @@ def _take_step(spec, state, batch, states):
     return critic['table'][states]
 
   weights = filters.weights(batch, spec.variant)
-  work = update.StepInputs(spec, state, batch, weights, policy, values)
-  return update.take_step(work)[0]
+  work = optimizer_step.StepInputs(spec, state, batch, weights, policy, values)
+  return optimizer_step.take_step(work)[0]
 
 
 def _log_probs(actor, tokens, states):
@@ -265,7 +266,7 @@ def _spec(variant):
       actor_lr=schedule,
       critic_lr=schedule,
       micro_batch=1,
-      lengths=(COLUMNS,),
+      length_buckets=(COLUMNS,),
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=0,

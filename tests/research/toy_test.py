@@ -18,6 +18,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -78,7 +79,7 @@ def one_step(variant, seed=0, **columns):
   batch, _ = training.annotate(config, spec, state, params, batch, played.tokens, features)
   state, batch, _ = update.with_advantages(spec, state, batch)
   work = training.make_work(CHAIN, spec, state, batch, played.tokens, features)
-  after, metrics, _ = update.take_step(work)
+  after, metrics, _ = optimizer_step.take_step(work)
   return work, after, metrics
 
 
@@ -108,8 +109,8 @@ class UpdateTest(parameterized.TestCase):
       return decoder.state_values(critic, x)
 
     weights = filters.weights(batch, spec.variant)
-    work = update.StepInputs(spec, state, batch, weights, policy, values)
-    after, metrics, _ = jax.jit(lambda: update.take_step(work))()
+    work = optimizer_step.StepInputs(spec, state, batch, weights, policy, values)
+    after, metrics, _ = jax.jit(lambda: optimizer_step.take_step(work))()
     expected, of_update, _ = functions.update_step(state, update_test.NOTHING, batch, step)
     self.assertGreater(of_update['actor/pg_clipfrac'], 0.1)
     for name in ('stppo/grad_norm', 'stppo/bias_norm', 'stppo/divisor', 'stppo/step_norm'):

@@ -115,7 +115,7 @@ def make_batch(demonstrated=IS_DEMONSTRATED, seed=0):
   )
 
 
-def make_spec(variant, micro_batch=ROWS, lengths=(LENGTH,), **columns):
+def make_spec(variant, micro_batch=ROWS, length_buckets=(LENGTH,), **columns):
   """Plain descent at rate 1, so that a step is minus the gradient."""
   row = dataclasses.replace(variants.VARIANTS[variant], entropy_coef=0.0, kl_in='none', **columns)
   return train_state.Spec(
@@ -127,7 +127,7 @@ def make_spec(variant, micro_batch=ROWS, lengths=(LENGTH,), **columns):
       actor_lr=LR,
       critic_lr=LR,
       micro_batch=micro_batch,
-      lengths=lengths,
+      length_buckets=length_buckets,
       temperature=1.0,
       logp_chunk=None,
       critic_warmup=0,
@@ -150,7 +150,9 @@ def one_update(spec, batch, rows=None, mesh=None):
   batch = jax.device_put(batch, sharding.rows(mesh))
 
   def step_of(rows):
-    return packing.Step(rows, packing.pack(lengths[rows], spec.micro_batch, spec.lengths))
+    return packing.OptimizerStep(
+        rows, packing.pack(lengths[rows], spec.micro_batch, spec.length_buckets)
+    )
 
   whole = step_of(np.arange(ROWS, dtype=np.int32))
   batch, gap = functions.annotate(state, frozen, batch, packing.stack([whole]))
@@ -182,10 +184,10 @@ class ImitationTest(parameterized.TestCase):
 
   @parameterized.parameters((8, (16,)), (1, (16, 32)), (2, (8, 16)))
   @pytest.mark.slow_after(1)
-  def test_alone_it_is_the_gradient_of_sft(self, micro_batch, lengths):
+  def test_alone_it_is_the_gradient_of_sft(self, micro_batch, length_buckets):
     """All scores are equal, so that the policy gradient is 0."""
     batch = dataclasses.replace(make_batch(), rewards=np.zeros((ROWS, LENGTH), np.float32))
-    spec = make_spec('st_ppo', micro_batch, lengths, imitation=2.0, divisor='none')
+    spec = make_spec('st_ppo', micro_batch, length_buckets, imitation=2.0, divisor='none')
     before, after, metrics, _ = one_update(spec, batch)
     rows = np.flatnonzero(IS_DEMONSTRATED)
     expected = jax.tree.map(lambda x: -2 * x, imitation_gradient(batch, rows))

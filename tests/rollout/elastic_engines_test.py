@@ -20,6 +20,7 @@ from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
+from stppo_jax.rollout import weight_folders
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import StopSignal
 from tests.rollout import engines_test
@@ -105,7 +106,7 @@ class ElasticFleetTest(parameterized.TestCase):
     settings = schema.RolloutSettings(max_total=64, engine=engine or f'file:{self.list}')
     settings.engine_outage_s = outage_s
     folder = os.path.join(self.tmp, 'weights')
-    folders = remote.WeightFolders(folder, 0, 2, engines_test.write_numbers)
+    folders = weight_folders.WeightFolders(folder, 0, 2, engines_test.write_numbers)
     table = engines_test.STOP_TABLE
     fleet = remote.Fleet(settings, self.api('first'), folders, table, (), rows, NEVER)
     make = fleet._make

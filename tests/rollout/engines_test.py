@@ -43,6 +43,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import servers
+from stppo_jax.rollout import weight_folders
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.settings import objective
@@ -158,7 +159,7 @@ class FleetTest(parameterized.TestCase):
     settings = schema.RolloutSettings(max_total=32, engine=','.join(addresses))
     settings.engine_push = push_at
     settings.engine_outage_s = outage_s
-    folders = remote.WeightFolders(folder or self.folder, 3, 2, write_numbers)
+    folders = weight_folders.WeightFolders(folder or self.folder, 3, 2, write_numbers)
     fleet = remote.Fleet(settings, apis[0], folders, STOP_TABLE, ('\x05\x06',), rows, stop_signal)
     for engine, api in zip(fleet.engines, apis):
       engine._api = api
@@ -212,9 +213,9 @@ class FleetTest(parameterized.TestCase):
     names = ['thesis/a.txt', '000001/b.txt', 'run-0123456789abcdef/000001/c.txt']
     for name in names:
       write_file(os.path.join(root, name))
-    folder = remote.folder_of_run(root, os.path.join(root, 'work'))
-    self.assertEqual(folder, remote.folder_of_run(root, os.path.join(root, 'work')))
-    self.assertNotEqual(folder, remote.folder_of_run(root, os.path.join(root, 'work2')))
+    folder = weight_folders.folder_of_run(root, os.path.join(root, 'work'))
+    self.assertEqual(folder, weight_folders.folder_of_run(root, os.path.join(root, 'work')))
+    self.assertNotEqual(folder, weight_folders.folder_of_run(root, os.path.join(root, 'work2')))
     with self.fleet(FakeApi(), folder=folder):
       self.copy(parameters(0))
       self.assertEqual(os.listdir(folder), ['000003'])
@@ -228,8 +229,8 @@ class FleetTest(parameterized.TestCase):
     """A copy must not remove the weights of a run that trains."""
     root = os.path.dirname(self.folder)
     first, second = os.path.join(root, 'a'), os.path.join(root, 'b')
-    folder = remote.folder_of_run(root, first)
-    self.assertEqual(remote.folder_of_run(root, first), folder)
+    folder = weight_folders.folder_of_run(root, first)
+    self.assertEqual(weight_folders.folder_of_run(root, first), folder)
     if how == 'copied':
       shutil.copytree(first, second)
     elif how == 'moved':
@@ -237,9 +238,9 @@ class FleetTest(parameterized.TestCase):
     else:
       second = first
       write_file(os.path.join(first, 'weights_id'))
-    other = remote.folder_of_run(root, second)
+    other = weight_folders.folder_of_run(root, second)
     self.assertNotEqual(other, folder)
-    self.assertEqual(remote.folder_of_run(root, second), other)
+    self.assertEqual(weight_folders.folder_of_run(root, second), other)
     self.assertRegex(os.path.basename(other), '^run-[0-9a-f]{16}$')
 
   @parameterized.parameters(True, False)
@@ -737,7 +738,7 @@ class HttpFaultsTest(parameterized.TestCase):
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
     self.engine = remote.RemoteEngine(address, api, 0.5, '0123abcd', self.stops)
-    self.weights = remote.RemoteWeights(3, '/weights/000003')
+    self.weights = weight_folders.RemoteWeights(3, '/weights/000003')
 
   def sample(self):
     return self.engine.sample(REQUEST, lambda: self.weights)
@@ -993,9 +994,9 @@ class ApiTest(parameterized.TestCase):
     """After one failure of a route, `ensure` loads again or resumes."""
     engine = StatefulEngine()
     remote_engine = self.remote_engine('vllm', engine.send)
-    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
+    remote_engine.ensure(weight_folders.RemoteWeights(3, '/weights/000003'))
     engine.failing = failing
-    weights = remote.RemoteWeights(4, '/weights/000004')
+    weights = weight_folders.RemoteWeights(4, '/weights/000004')
     with self.assertRaises(http_client.Temporary):
       remote_engine.ensure(weights)
     self.assertNotEqual(engine.label, '0123abcd-3')
@@ -1021,7 +1022,7 @@ class ApiTest(parameterized.TestCase):
       return {'weight_version': '0123abcd-3'}
 
     engine = self.remote_engine('sglang', send)
-    engine.ensure(remote.RemoteWeights(3, '/weights/000003'))
+    engine.ensure(weight_folders.RemoteWeights(3, '/weights/000003'))
     self.assertEqual(paths, ['/model_info', '/continue_generation'])
 
   def test_engine_without_labels(self):

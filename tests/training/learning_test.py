@@ -155,7 +155,7 @@ class Run:
         actor_clip=1.0,
         critic_clip=1.0,
         micro_batch=8,
-        lengths=(8,),
+        length_buckets=(8,),
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,

@@ -33,7 +33,7 @@ class MinimalTest(absltest.TestCase):
     expected_critic = jax.jit(minimal.value_gradient)(critic, batch)
 
     spec = update_test.make_spec(
-        'st_ppo', actor=minimal.POLICY, critic=minimal.CRITIC, lengths=(9,), value_clip=0.0
+        'st_ppo', actor=minimal.POLICY, critic=minimal.CRITIC, length_buckets=(9,), value_clip=0.0
     )
     state = train_state.create_sharded(spec, policy, critic, mesh)
     functions = update_test.update.compile_functions(spec, state, update_test.NOTHING, mesh)

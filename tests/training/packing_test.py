@@ -28,22 +28,22 @@ class PackTest(parameterized.TestCase):
     np.testing.assert_array_equal(found.offset, [0, 0, 0, 4, 0, 5, 2])
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4)
 
-  @parameterized.product(num_bins=(1, 2, 8), capacities=((50,), (20, 50), (10, 20, 35, 50)))
-  def test_rows_do_not_overlap_and_micro_batches_suffice(self, num_bins, capacities):
+  @parameterized.product(num_bins=(1, 2, 8), length_buckets=((50,), (20, 50), (10, 20, 35, 50)))
+  def test_rows_do_not_overlap_and_micro_batches_suffice(self, num_bins, length_buckets):
     rng = np.random.default_rng(num_bins)
     lengths = np.minimum(rng.geometric(0.07, 40), 50) * (rng.random(40) > 0.1)
-    found = packing.pack(lengths, num_bins, capacities)
-    taken = np.zeros((-(-40 // num_bins) * num_bins, capacities[-1]), int)
+    found = packing.pack(lengths, num_bins, length_buckets)
+    taken = np.zeros((-(-40 // num_bins) * num_bins, length_buckets[-1]), int)
     for b, offset, length in zip(found.bin, found.offset, found.length):
       taken[b, offset : offset + length] += 1
     np.testing.assert_array_equal(found.length, lengths)
     self.assertEqual(taken.sum(), lengths.sum())
     self.assertLessEqual(taken.max(), 1)
-    computed = packing.num_computed(found, num_bins, capacities)
-    self.assertBetween(computed, lengths.sum(), lengths.sum() + 2.5 * num_bins * capacities[-1])
+    computed = packing.num_computed(found, num_bins, length_buckets)
+    self.assertBetween(computed, lengths.sum(), lengths.sum() + 2.5 * num_bins * length_buckets[-1])
     count = int(packing.num_micro_batches(found, num_bins))
-    chosen = [int(packing.which_capacity(found, j, num_bins, capacities)) for j in range(count)]
-    self.assertEqual(computed, num_bins * sum(capacities[k] for k in chosen))
+    chosen = [int(packing.which_bucket(found, j, num_bins, length_buckets)) for j in range(count)]
+    self.assertEqual(computed, num_bins * sum(length_buckets[k] for k in chosen))
 
   def test_many_short_rows_leave_little_padding(self):
     lengths = np.random.default_rng(0).integers(10, 120, 64)
@@ -81,7 +81,7 @@ class LayoutTest(absltest.TestCase):
     x = jnp.arange(1.0, 12 * 10 + 1).reshape(12, 10)
     total = 0
     for j in range(int(packing.num_micro_batches(found, 2))):
-      columns = (8, 10)[int(packing.which_capacity(found, j, 2, (8, 10)))]
+      columns = (8, 10)[int(packing.which_bucket(found, j, 2, (8, 10)))]
       layout = packing.layout(found, j, 2, columns)
       total += layout.unpack(layout.pack(x))
     kept = (np.arange(10) > 0) & (np.arange(10) < lengths[:, None])

@@ -44,8 +44,8 @@ def trie_tokens(rng, rows=ROWS, length=LENGTH, vocab=32):
   return tokens
 
 
-def packed(tokens, lengths, num_bins, capacities):
-  return packing.pack(lengths, num_bins, capacities, True, tokens, tokens.shape[1])
+def packed(tokens, lengths, num_bins, length_buckets):
+  return packing.pack(lengths, num_bins, length_buckets, True, tokens, tokens.shape[1])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -78,16 +78,16 @@ class PackTest(parameterized.TestCase):
   @hypothesis.given(
       seed=st.integers(0, 10**6),
       num_bins=st.sampled_from((1, 2, 3)),
-      capacities=st.sampled_from(((24,), (24, 40), (12, 24, 100))),
+      length_buckets=st.sampled_from(((24,), (24, 40), (12, 24, 100))),
   )
-  def test_places_are_the_distinct_prefixes(self, seed, num_bins, capacities):
+  def test_places_are_the_distinct_prefixes(self, seed, num_bins, length_buckets):
     rng = np.random.default_rng(seed)
     tokens = trie_tokens(rng, vocab=3)
     lengths = rng.integers(0, LENGTH + 1, ROWS)
-    found = packed(tokens, lengths, num_bins, capacities)
+    found = packed(tokens, lengths, num_bins, length_buckets)
     prefixes = {}  # by place
     for row, length in enumerate(lengths):
-      columns = found.column[row, :length]
+      columns = found.place[row, :length]
       self.assertTrue(np.all(np.diff(columns) > 0))
       for t, column in enumerate(columns):
         prefix = tuple(tokens[row, : t + 1])
@@ -96,7 +96,7 @@ class PackTest(parameterized.TestCase):
     distinct = {(bin, prefix) for (bin, _), prefix in prefixes.items()}
     self.assertLen(distinct, len(prefixes))  # no prefix twice in a bin
     self.assertEqual(packing.num_places(found), len(prefixes))
-    self.assertLessEqual(max((column for _, column in prefixes), default=0), capacities[-1] - 1)
+    self.assertLessEqual(max((column for _, column in prefixes), default=0), length_buckets[-1] - 1)
 
   @QUICK
   @hypothesis.given(seed=st.integers(0, 10**6), window=st.sampled_from((0, 1, 3, 7)))
@@ -228,7 +228,7 @@ class ModelTest(parameterized.TestCase):
       lengths = rng.integers(1, LENGTH + 1, ROWS)
       places = packed(tokens, lengths, 2, (2 * LENGTH,))
       shared += lengths.sum() - packing.num_places(places)
-      num_moved += (places.column - places.column[:, :1] > np.arange(LENGTH)).any(axis=1).sum()
+      num_moved += (places.place - places.place[:, :1] > np.arange(LENGTH)).any(axis=1).sum()
       (_, expected), expected_grad = alone(params, tokens, lengths)
       (_, got), grad = together(params, tokens, places)
       np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -286,10 +286,12 @@ class UpdateTest(parameterized.TestCase):
       ('ppo', (48,), 2, HL_GAUSS),
   )
   @pytest.mark.slow_after(1)
-  def test_step_equals_that_of_rows_alone(self, variant, lengths, micro_batch, options):
+  def test_step_equals_that_of_rows_alone(self, variant, length_buckets, micro_batch, options):
     mesh = update_test.one_device()
     alone = take_step(update_test.make_spec(variant, **options), mesh)
-    options = dict(options, lengths=lengths, micro_batch=micro_batch, share_prefixes=True)
+    options = dict(
+        options, length_buckets=length_buckets, micro_batch=micro_batch, share_prefixes=True
+    )
     spec = update_test.make_spec(variant, **options)
     step = update_test.one_step(spec, trie_batch(), update_test.ALL_ROWS)
     self.assertLess(packing.num_places(step.packing), 0.8 * step.packing.length.sum())
@@ -299,18 +301,20 @@ class UpdateTest(parameterized.TestCase):
   def test_adapters_take_the_same_step(self):
     mesh = update_test.one_device()
     alone = take_step(lora_test.make_spec(), mesh, lora_test.start)
-    spec = lora_test.make_spec(micro_batch=2, lengths=(24, 48), share_prefixes=True)
+    spec = lora_test.make_spec(micro_batch=2, length_buckets=(24, 48), share_prefixes=True)
     self.check_equal(take_step(spec, mesh, lora_test.start), alone)
 
   @pytest.mark.slow
   def test_eight_devices_take_the_same_step(self):
     alone = take_step(update_test.make_spec('st_ppo', **KL), update_test.one_device())
-    spec = update_test.make_spec('st_ppo', lengths=(24, 48), share_prefixes=True, **KL)
+    spec = update_test.make_spec('st_ppo', length_buckets=(24, 48), share_prefixes=True, **KL)
     self.check_equal(take_step(spec, sharding.make_mesh(2, 2, 2)), alone)
 
   def test_first_ratio_is_exactly_one(self):
     mesh = update_test.one_device()
-    spec = update_test.make_spec('st_ppo', micro_batch=2, lengths=(24, 48), share_prefixes=True)
+    spec = update_test.make_spec(
+        'st_ppo', micro_batch=2, length_buckets=(24, 48), share_prefixes=True
+    )
     state = update_test.make_state(spec, mesh)
     functions = update_test.functions_of(spec, mesh)
     batch = update_test.annotate(functions, spec, state, jax.device_put(trie_batch()))

@@ -64,7 +64,7 @@ def good(task, demonstrator):
 
 class TrainTest(absltest.TestCase):
 
-  def train(self, steps, buckets=(4, 8)):
+  def train(self, steps, length_buckets=(4, 8)):
     # Token 5 follows 3 and 4, which weigh nothing themselves.
     pool = [
         supervised.Demonstration(
@@ -78,7 +78,7 @@ class TrainTest(absltest.TestCase):
         CONFIG,
         pool,
         rows=8,
-        buckets=buckets,
+        length_buckets=length_buckets,
         steps=steps,
         optimizer=optax.adam(1e-2),
         seed=0,
@@ -132,7 +132,7 @@ class TrainTest(absltest.TestCase):
 
   def test_too_few_or_too_long_rows_are_refused(self):
     with self.assertRaisesRegex(UserError, '^64 demonstrations of at most 4 tokens: at least 8'):
-      self.train(1, buckets=(3,))
+      self.train(1, length_buckets=(3,))
 
   def test_learning_rate_rises_and_falls(self):
     for steps in (1, 2, 16, 400):

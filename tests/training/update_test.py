@@ -23,6 +23,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import attention_kernels
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.training import optimizer_step
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -71,7 +72,7 @@ def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, **options):
       critic_lr=LR,
       **{
           'micro_batch': 8,
-          'lengths': (24,),
+          'length_buckets': (24,),
           'temperature': 1.0,
           'logp_chunk': None,
           'critic_warmup': 0,
@@ -141,15 +142,15 @@ def make_batch(rows=8, length=24, seed=0):
 
 
 def one_step(spec, batch, rows):
-  """The packing.Step of the given rows of a batch."""
+  """The packing.OptimizerStep of the given rows of a batch."""
   rows = rows.astype(np.int32)
   ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
   lengths = ends.max(axis=1)[rows]
   tokens = np.asarray(batch.tokens)[rows] if spec.share_prefixes else None
   num_tokens = batch.tokens.shape[1]
-  options = (spec.micro_batch, spec.lengths, spec.shared_bins)
+  options = (spec.micro_batch, spec.length_buckets, spec.shared_bins)
   bins = packing.pack(lengths, *options, tokens, num_tokens)
-  return packing.Step(rows, bins)
+  return packing.OptimizerStep(rows, bins)
 
 
 def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
@@ -199,7 +200,7 @@ def for_batch(spec):
       critic_warmup=0,
       actor_clip=math.inf,
       micro_batch=8,
-      lengths=(24,),
+      length_buckets=(24,),
   )
 
 
@@ -264,16 +265,23 @@ class UpdateTest(parameterized.TestCase):
       ('rloo', (24,), 2, dict(aggregation='seq-mean-token-sum')),
   )
   @pytest.mark.slow_after(1)
-  def test_packing_and_micro_batches_change_nothing(self, variant, lengths, micro_batch, options):
+  def test_packing_and_micro_batches_change_nothing(
+      self, variant, length_buckets, micro_batch, options
+  ):
     spec, mesh = make_spec(variant, **options), one_device()
     batch = off_policy_batch(spec, mesh)
     alone = packing.pack(np.full(8, 24), 1, (24,))  # every row in a bin of its own
     expected = functions_of(spec, mesh).update_step(
-        make_state(spec, mesh), NOTHING, batch, packing.Step(ALL_ROWS.astype(np.int32), alone)
+        make_state(spec, mesh),
+        NOTHING,
+        batch,
+        packing.OptimizerStep(ALL_ROWS.astype(np.int32), alone),
     )
     self.assertGreater(float(expected[1]['stppo/step_norm']), 0)
-    spec = make_spec(variant, lengths=lengths, micro_batch=micro_batch, **options)
-    self.assertLess(one_step(spec, batch, ALL_ROWS).packing.bin.max(), 8 if lengths == (24,) else 6)
+    spec = make_spec(variant, length_buckets=length_buckets, micro_batch=micro_batch, **options)
+    self.assertLess(
+        one_step(spec, batch, ALL_ROWS).packing.bin.max(), 8 if length_buckets == (24,) else 6
+    )
     got = step(functions_of(spec, mesh), spec, make_state(spec, mesh), batch)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
 
@@ -294,7 +302,7 @@ class UpdateTest(parameterized.TestCase):
 
   def test_bias_of_clipped_rows_equals_all_rows(self):
     """Only the bins with something clipped are pulled back; the others' share of C is 0."""
-    spec = make_spec('st_ppo', lengths=(12, 24), micro_batch=2, **OFTEN)
+    spec = make_spec('st_ppo', length_buckets=(12, 24), micro_batch=2, **OFTEN)
     mesh = one_device()
     state = make_state(spec, mesh)
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
@@ -441,7 +449,7 @@ class UpdateTest(parameterized.TestCase):
       g, rest, c_norm = self.gradients(options, mesh, params, batch)
       divided = correction.divide(order, g, rest, c_norm, 0.5)
       expected, undivided, by_step = divided[:3]
-      params, moments, step_norm, factor = update.optimize(
+      params, moments, step_norm, factor = optimizer_step.optimize(
           adam, expected, params, moments, jnp.asarray(True), by_step, undivided
       )
       state, metrics, _ = step(functions, spec, state, batch)
@@ -714,7 +722,7 @@ class UpdateTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_one_compilation_per_padded_length(self):
-    spec = make_spec('ppo', lengths=(32,))
+    spec = make_spec('ppo', length_buckets=(32,))
     mesh = one_device()
     state = make_state(spec, mesh)
     functions = update.compile_functions(spec, state, NOTHING, mesh)

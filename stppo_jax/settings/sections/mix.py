@@ -28,7 +28,7 @@ _NAME = re.compile(r'[A-Za-z_][\w-]*')
 _RESERVED = ('all', 'macro')  # parts of the names of held-out scores
 
 
-class MixPart(NamedTuple):
+class MixEnvironment(NamedTuple):
   """An environment of a mix."""
 
   name: str
@@ -37,9 +37,10 @@ class MixPart(NamedTuple):
   config: Config  # a run with this environment alone has it
 
 
-def parts(config: Config) -> list[MixPart]:
+def environments(config: Config) -> list[MixEnvironment]:
   """Returns the environments of a mix. UserError: an item has unknown keys or wrong values."""
-  return [_part(config, f'config.env.mix[{i}]', item) for i, item in enumerate(config.env.mix)]
+  items = enumerate(config.env.mix)
+  return [_environment(config, f'config.env.mix[{i}]', item) for i, item in items]
 
 
 def check(config: Config) -> None:
@@ -55,18 +56,18 @@ def check(config: Config) -> None:
         f'config.rollout.allocation={config.rollout.allocation!r} would move episodes from one '
         'environment of config.env.mix to another: set it to even'
     )
-  environments = parts(config)
-  names = [part.name for part in environments]
+  members = environments(config)
+  names = [member.name for member in members]
   for name in names:
     count = names.count(name)
     if count > 1:
       raise UserError(
           f"config.env.mix: {count} environments are called {name!r}: give each its own 'name'"
       )
-  for part in environments:
-    if part.config.env.is_program:
+  for member in members:
+    if member.config.env.is_program:
       raise UserError(
-          f'config.env.mix: {part.name} is an agent program ({part.config.env.kind!r}), which '
+          f'config.env.mix: {member.name} is an agent program ({member.config.env.kind!r}), which '
           'writes its own prompts: train it in a run of its own, with --config.env.kind'
       )
   questions_per_batch(config)
@@ -74,7 +75,7 @@ def check(config: Config) -> None:
 
 def check_variant(config: Config, variant: Variant) -> None:
   """Checks that the objective has weights of tokens."""
-  weights = {part.name: part.weight for part in parts(config)}
+  weights = {member.name: member.weight for member in environments(config)}
   if variant.compares_rows and set(weights.values()) != {1}:
     raise UserError(
         f'config.env.mix has the weights {weights}, which multiply the loss of tokens, and '
@@ -88,18 +89,18 @@ def questions_per_batch(config: Config) -> dict[str, int]:
 
   Choice: the shares of a batch are exact, so UserError where they give no whole numbers.
   """
-  environments = parts(config)
+  members = environments(config)
   total = config.train.episodes // config.rollout.group_size
-  whole_share = sum(part.share for part in environments)
+  whole_share = sum(member.share for member in members)
   counts = {}
-  for part in environments:
-    exact = total * part.share / whole_share
-    counts[part.name] = round(exact)
-    if not math.isclose(exact, counts[part.name], rel_tol=1e-9) or not counts[part.name]:
-      shares = {part.name: part.share for part in environments}
+  for member in members:
+    exact = total * member.share / whole_share
+    counts[member.name] = round(exact)
+    if not math.isclose(exact, counts[member.name], rel_tol=1e-9) or not counts[member.name]:
+      shares = {member.name: member.share for member in members}
       raise UserError(
           f'config.env.mix has the shares {shares}, which divide the {total} questions of a batch '
-          f'(config.train.episodes / config.rollout.group_size) into {exact:.3g} of {part.name}: '
+          f'(config.train.episodes / config.rollout.group_size) into {exact:.3g} of {member.name}: '
           'give shares that make whole numbers, or another config.train.episodes'
       )
   return counts
@@ -107,7 +108,7 @@ def questions_per_batch(config: Config) -> dict[str, int]:
 
 def weigh(config: Config, episodes: Sequence[Episode]) -> None:
   """Gives each episode the weight of its environment. UserError: it belongs to none of the mix."""
-  weights = {part.name: part.weight for part in parts(config)}
+  weights = {member.name: member.weight for member in environments(config)}
   for episode in episodes:
     name = episode.task.environment
     if name not in weights:
@@ -118,7 +119,7 @@ def weigh(config: Config, episodes: Sequence[Episode]) -> None:
     episode.weight = weights[name]
 
 
-def _part(config: Config, given: str, item: Mapping[str, Any]) -> MixPart:
+def _environment(config: Config, given: str, item: Mapping[str, Any]) -> MixEnvironment:
   """Returns an environment. `given` is how an error shows the item."""
   env_kinds = typing.get_type_hints(EnvSettings)
   known = [*_OWN_KEYS, *(name for name in env_kinds if name != 'mix')]
@@ -144,7 +145,7 @@ def _part(config: Config, given: str, item: Mapping[str, Any]) -> MixPart:
   data = config.data
   if 'data' in item:
     data = _data(config.data, given, item['data'])
-  return MixPart(
+  return MixEnvironment(
       name=name,
       share=_positive(given, item, 'share'),
       weight=_positive(given, item, 'weight'),

@@ -24,12 +24,12 @@ def check(config: Config, variant: Variant) -> None:
         f'group, and advantage={variant.described()["advantage"]!r} has none: set '
         '--config.algorithm.advantage=group_centred'
     )
-  for column, neutral in _SURROGATE_ONLY.items():
-    value = getattr(variant, column)
+  for field, neutral in _SURROGATE_ONLY.items():
+    value = getattr(variant, field)
     if value != neutral:
       raise UserError(
-          f'config.algorithm.{column}={value!r} acts on the surrogate of a token, and '
-          f'objective={name!r} has none: set --config.algorithm.{column}={neutral}'
+          f'config.algorithm.{field}={value!r} acts on the surrogate of a token, and '
+          f'objective={name!r} has none: set --config.algorithm.{field}={neutral}'
       )
   if 'uniform' in variant.needs and variant.old_logp == 'sampler':
     raise UserError(
