@@ -12,6 +12,6 @@ remote.py     samples turns with engines elsewhere, which engines.py runs; serve
               shared_devices.py shares devices with them
 env_pool.py   steps environments while the device samples; split_envs.py does so in many processes
 sampler.py    compiled prefill and decode; sampling.py draws one token per row
-layout.py     where the sampled copy of the policy lies on the devices (sampling_mesh.py)
+sampling_sharding.py  where the sampled copy of the policy lies (sampling_mesh.py)
 batching.py   Episodes -> TurnBatch; saved.py reads batches of an earlier run
 """
