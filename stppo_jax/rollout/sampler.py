@@ -90,7 +90,7 @@ class Sampler:
       eos_ids: Numbers,  # each of them ends a turn, as a stop string does
       sizes: sampling.Sizes,
       distribution: sampling.Distribution = sampling.AS_IS,  # used for rows without settings
-      row_sharding: jax.sharding.NamedSharding | None = None,  # see `layout`; None: one device
+      row_sharding: jax.sharding.NamedSharding | None = None,  # see `sampling_sharding`; None: one
       records_routes: bool = False,  # only with a mixture of experts
   ):
     self.config = config
