@@ -27,9 +27,9 @@ from stppo_jax.planning import topologies
 from stppo_jax.planning.programs import CompiledProgram
 from stppo_jax.planning.topologies import GIB
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling_sharding
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
 from stppo_jax.training import learner as learner_lib
@@ -324,7 +324,7 @@ def _decoded_token(program, plan):
   model = sampler.config
   weights = plan.held['sampling copy'][1]
   if not model.tie_embeddings:
-    parts = layout.num_shards(sampler.row_sharding, 'tensor')
+    parts = sampling_sharding.num_shards(sampler.row_sharding, 'tensor')
     embedding = model.vocab_size * model.d_model // parts
     weights -= embedding * jnp.dtype(model.dtype).itemsize
   rows_and_slots = sampler.num_groups * sampler.slot_buckets[-1]
@@ -385,7 +385,7 @@ def _find_largest(plan, gradients):
   """Fills in the largest micro-batch that divides the mini-batch, and the largest slot group."""
   train = plan.config.train
   step = sharding.num_row_shards(plan.mesh)
-  row_step = layout.num_shards(plan.sampler.row_sharding, 'data')
+  row_step = sampling_sharding.num_shards(plan.sampler.row_sharding, 'data')
   sizes = range(step, train.mini_batch + 1, step)
   divisors = [size for size in sizes if train.mini_batch % size == 0]
   training = _named(plan, 'update', 'annotate')

@@ -13,7 +13,7 @@ from stppo_jax.models import decoder
 from stppo_jax.planning import flops
 from stppo_jax.planning import hlo
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import layout
+from stppo_jax.rollout import sampling_sharding
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import update
@@ -129,7 +129,10 @@ def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   training_state = held['critic'] + held['optimizers'] + bytes_ahead(plan)
   training_state += held['reference policy'] + held['teacher']
   others = training_state + held['policy']
-  axes = (f'{axis} {layout.num_shards(sampler.row_sharding, axis)}' for axis in ('data', 'tensor'))
+  axes = (
+      f'{axis} {sampling_sharding.num_shards(sampler.row_sharding, axis)}'
+      for axis in ('data', 'tensor')
+  )
   yield CompiledProgram(
       name='copy',
       unit=f'the policy in {sampler.config.dtype}, over {" x ".join(axes)}',

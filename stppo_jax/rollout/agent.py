@@ -142,7 +142,7 @@ def make_sampler(
     num_policies: int = 1,
     memory: int = 0,
 ) -> sampler_lib.Sampler:
-  """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
+  """Returns the sampler of training, sharded for sampling over the devices of `mesh`.
 
   `memory` is the number of bytes that a device may use. 0: that of the device here.
 

@@ -20,8 +20,8 @@ import numpy as np
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
-from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import sampling_sharding
 
 Numbers = Sequence[int]
 
@@ -90,7 +90,7 @@ class Sampler:
       eos_ids: Numbers,  # each of them ends a turn, as a stop string does
       sizes: sampling.Sizes,
       distribution: sampling.Distribution = sampling.AS_IS,  # used for rows without settings
-      row_sharding: jax.sharding.NamedSharding | None = None,  # see `layout`; None: one device
+      row_sharding: jax.sharding.NamedSharding | None = None,  # see `sampling_sharding`; None: one
       records_routes: bool = False,  # only with a mixture of experts
   ):
     self.config = config
@@ -104,7 +104,7 @@ class Sampler:
     key_data = jax.random.key_data(no_key)
     self._no_key = np.asarray(key_data)
 
-    shards = layout.num_shards(row_sharding, 'data')
+    shards = sampling_sharding.num_shards(row_sharding, 'data')
     width = sizes.width or sizes.rows
     width = min(width, sizes.rows)
     width = sampling.round_up(width, shards)
@@ -147,12 +147,12 @@ class Sampler:
     if row_sharding is not None:
       mesh: Any = row_sharding.mesh
       everywhere = sharding.replicated(mesh)
-    cache_sharding: Any = layout.context_sharding(row_sharding)
+    cache_sharding: Any = sampling_sharding.context_sharding(row_sharding)
     logits_sharding: Any = row_sharding
     context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
     self._everywhere = everywhere
     self._split_logits_sharding = cache_sharding
-    self._copy = layout.copy_function(config, row_sharding)
+    self._copy = sampling_sharding.copy_function(config, row_sharding)
     empty = functools.partial(_empty, config)
     grow = functools.partial(_grow, config)
     jit = functools.partial(jax.jit, out_shardings=context_sharding)
@@ -187,7 +187,7 @@ class Sampler:
     """
     if isinstance(params, list):
       return [self.copy(policy) for policy in params]
-    if layout.is_copy(params):
+    if sampling_sharding.is_copy(params):
       return params
     return self._copy(params)
 
@@ -363,7 +363,7 @@ class Sampler:
       x = jnp.take_along_axis(x, last, axis=1)
     x = x[:, 0]
     logits = decoder.token_logits(params, config, x)
-    num_parts = layout.num_shards(self.row_sharding, 'tensor')
+    num_parts = sampling_sharding.num_shards(self.row_sharding, 'tensor')
     rest = config.vocab_size % num_parts
     if not rest:
       logits = sharding.spread(logits, self._split_logits_sharding)

@@ -1,4 +1,4 @@
-"""The mesh of the sampling layout, if there are several devices: see layout.py."""
+"""The mesh of sampling, if there are several devices: see sampling_sharding.py."""
 
 from collections.abc import Sequence
 import dataclasses

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import decoder
-from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling_sharding
 
 TOP = 5  # likeliest tokens per place of `PromptScores`
 
@@ -37,7 +37,7 @@ class PromptScorer:
     """
     sampler = self._sampler
     rows = 1
-    if len(ids) > 1 or layout.num_shards(sampler.row_sharding, 'data') > 1:
+    if len(ids) > 1 or sampling_sharding.num_shards(sampler.row_sharding, 'data') > 1:
       rows = sampler.prefill_rows
     known = [row_ids[:-1] for row_ids in ids]
     targets = [row_ids[1:] for row_ids in ids]

@@ -1,4 +1,4 @@
-"""The sampling layout: where the policy, its KV cache and its logits lie while it is sampled from.
+"""Sharding for sampling: where the policy, its KV cache and its logits lie while turns are sampled.
 
 Training keeps float32 parameters in shards that every use gathers. Decoding needs all of them for
 each token, so it reads a copy, made once per update in the dtype of the computation. Heads,
