@@ -16,6 +16,10 @@ from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import update
 
+# The field's name, which is `lengths` in older checkouts.
+_FIELDS = [field.name for field in dataclasses.fields(state_lib.Spec)]
+_LENGTH_BUCKETS = 'length_buckets' if 'length_buckets' in _FIELDS else 'lengths'
+
 
 class Case(typing.NamedTuple):
   """Rows to train, and how they are packed."""
@@ -54,7 +58,9 @@ class Learner:
 
   def __init__(self, case: Case, share: bool):
     episodes = make_episodes(case)
-    options = {'share_prefixes': True} if share else {}
+    options: dict[str, typing.Any] = {_LENGTH_BUCKETS: case.bins}
+    if share:
+      options['share_prefixes'] = True
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     variant = dataclasses.replace(variants.VARIANTS[case.variant], entropy_coef=0.0, kl_in='none')
     model = ours.SHAPES[case.size]
@@ -70,7 +76,6 @@ class Learner:
         actor_clip=1.0,
         critic_clip=1.0,
         micro_batch=case.micro_batch,
-        length_buckets=case.bins,
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
@@ -81,7 +86,7 @@ class Learner:
     critic = None
     if spec.critic is not None:
       critic = decoder.init(jax.random.key(1), spec.critic)
-    self._spec = spec
+    self._case = case
     self._frozen = state_lib.Frozen()
     self._state = state_lib.create_sharded(spec, actor, critic, mesh)
     self._functions = update.compile_functions(spec, self._state, self._frozen, mesh)
@@ -89,7 +94,6 @@ class Learner:
         mini_batch=len(episodes),
         epochs=1,
         micro_batch=case.micro_batch,
-        length_buckets=case.bins,
         pad_id=0,
         sharding=sharding.rows(mesh),
         **options,
@@ -120,6 +124,4 @@ class Learner:
 
   def num_computed(self) -> int:
     """Counts the tokens that a model computes in the step, padding included."""
-    return packing.num_computed(
-        self._step.packing, self._spec.micro_batch, self._spec.length_buckets
-    )
+    return packing.num_computed(self._step.packing, self._case.micro_batch, self._case.bins)

@@ -228,7 +228,7 @@ OPTIONAL = (
     'models.hf_export',
     'models.lora',
     'models.moe',
-    'models.pieces',
+    'models.context_parallel',
     'models.presets',
     'models.rope_scaling',
     'models.vocabulary',

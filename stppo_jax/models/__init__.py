@@ -2,7 +2,7 @@
 
 decoder.py            the transformer as functions of a parameter tree; layers.py has its layers
 attention.py          attention and rotary positions; attention_kernels.py has kernels
-pieces.py             rows that several devices compute together
+context_parallel.py   rows that several devices compute together
 delta_net.py          gated delta nets
 moe.py                mixtures of experts
 lora.py               adapters

@@ -33,17 +33,17 @@ MIN_BLOCK = 64  # and at least this many queries per block
 Rope = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]  # (cos, sin), see `angles`
 
 
-class Pieces(Protocol):
-  """How rows are cut over the devices that compute them together, see pieces.py."""
+class ContextShards(Protocol):
+  """How rows are cut over the devices that compute them together, see context_parallel.py."""
 
   def cut(self, x: jax.Array) -> jax.Array:
-    """Cuts rows [B,T,..] into pieces."""
+    """Cuts rows [B,T,..] into shards."""
 
   def join(self, x: jax.Array) -> jax.Array:
-    """Joins pieces to rows [B,T,..]."""
+    """Joins shards to rows [B,T,..]."""
 
   def before(self, x: jax.Array, parents: jax.Array) -> jax.Array:
-    """Returns pieces x at the columns `parents` [B,T] of their rows."""
+    """Returns shards x at the columns `parents` [B,T] of their rows."""
 
   def attend(
       self,
@@ -55,7 +55,7 @@ class Pieces(Protocol):
       window: int,
       softcap: float,
   ) -> jax.Array:
-    """Computes `causal` of pieces."""
+    """Computes `causal` of shards."""
 
 
 @flax.struct.dataclass
@@ -76,18 +76,19 @@ class Paths:
     parents: [B,T] int32, the column of the token before; the first token of a path has its own.
     ends: [B,T] int32, the column after the last token that attends to the token.
     depths: [B,T] int32, the tokens before it on its path.
-    pieces: how the rows are cut over the devices that compute them together; None: they are whole.
+    context_shards: how the rows are cut over the devices that compute them together; None: they
+      are whole.
   """
 
   parents: jax.Array
   ends: jax.Array
   depths: jax.Array
-  pieces: Pieces | None = flax.struct.field(pytree_node=False, default=None)
+  context_shards: ContextShards | None = flax.struct.field(pytree_node=False, default=None)
 
   @property
   def positions(self) -> jax.Array:
-    """The depths, laid out as the tokens: [B,T], or their pieces."""
-    return self.depths if self.pieces is None else self.pieces.cut(self.depths)
+    """The depths, laid out as the tokens: [B,T], or their shards."""
+    return self.depths if self.context_shards is None else self.context_shards.cut(self.depths)
 
 
 class RopeScaling(Protocol):
@@ -118,7 +119,7 @@ def causal(
 
   q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
   segment per row. With Paths, which the plain backend takes, a token attends along its path, and a
-  window counts the tokens of a path. With Paths that have pieces q, k and v are pieces of rows.
+  window counts the tokens of a path. With Paths that have shards q, k and v are shards of rows.
   `chunk` is the plain backend's. `row_sharding` is the placement of the rows, which the kernels
   need because the compiler cannot split them. With a `window` a token attends to that many tokens,
   itself included. `softcap` caps the scores as `categorical.softcap` does.
@@ -129,8 +130,8 @@ def causal(
   """
   chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
-  if isinstance(segments, Paths) and segments.pieces is not None:
-    return segments.pieces.attend(q, k, v, segments, chunk, window, softcap)
+  if isinstance(segments, Paths) and segments.context_shards is not None:
+    return segments.context_shards.attend(q, k, v, segments, chunk, window, softcap)
   if backend == 'plain':
     return _plain(q, k, v, segments, chunk, window, softcap)
   from stppo_jax.models import attention_kernels

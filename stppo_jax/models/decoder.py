@@ -307,8 +307,8 @@ def before(x: jax.Array, paths: attention.Paths | None = None) -> jax.Array:
   """Returns x [B,T,..] of the token before each token: of its parent, if there are `paths`."""
   if paths is None:
     return pad_first(x[:, :-1])
-  if paths.pieces is not None:
-    return paths.pieces.before(x, paths.parents)
+  if paths.context_shards is not None:
+    return paths.context_shards.before(x, paths.parents)
   columns = paths.parents.reshape(*paths.parents.shape, *[1] * (x.ndim - 2))
   return jnp.take_along_axis(x, columns, axis=1)
 

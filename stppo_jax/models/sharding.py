@@ -2,7 +2,8 @@
 
 Parameters, gradients and optimizer state follow the same rules, because an optimizer's tree
 contains the parameters' paths. The rows of a batch are split over (data, fsdp). The models compute
-a row on all devices of `context` together, each of which has a piece of it, see pieces.py.
+a row on all devices of `context` together. Each of them has a shard of it, see
+context_parallel.py.
 """
 
 from collections.abc import Sequence
@@ -153,8 +154,8 @@ def rows(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, ROWS)
 
 
-def pieces(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of an array whose leading axis is the rows of a batch, or their pieces."""
+def context_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of an array whose leading axis is the rows of a batch, or their shards."""
   return NamedSharding(mesh, PIECES)
 
 

@@ -74,7 +74,7 @@ class StepInputs:
     if packing is None:
       return function(packing_lib.RowLayout(self.batch.tokens.shape))
     return packing_lib.sum_over(
-        function, packing, spec.micro_batch, spec.length_buckets, spec.pieces
+        function, packing, spec.micro_batch, spec.length_buckets, spec.context_shards
     )
 
 

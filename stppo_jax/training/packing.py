@@ -19,8 +19,8 @@ places of the tokens before it, and a token attends to itself and to the tokens 
         p q c d      parents  - p q a q c d        and those of d are e
         p q c d e    ends     7 7 4 4 7 7 7
 
-Where several devices compute a bin together (`attention.Pieces`), the layout has pieces of bins,
-and [R,P] are their number and their places.
+Where several devices compute a bin together (`attention.ContextShards`), the layout has shards of
+bins, and [R,P] are their number and their places.
 
 The places are in depth-first order, so that the continuations of a token in any row are the places
 up to its end. Masks, advantages and returns belong to a row, log-probs and values to a place.
@@ -160,13 +160,13 @@ class RowLayout:
     return y
 
 
-def pieces_of(mesh: jax.sharding.Mesh) -> attention.Pieces | None:
+def context_shards_of(mesh: jax.sharding.Mesh) -> attention.ContextShards | None:
   """Returns how the devices of `context` cut bins, if there are several of them; else None."""
   if mesh.shape['context'] == 1:
     return None
-  from stppo_jax.models import pieces
+  from stppo_jax.models import context_parallel
 
-  return pieces.DevicePieces(mesh)
+  return context_parallel.DeviceShards(mesh)
 
 
 def num_tokens(steps: Sequence[OptimizerStep]) -> int:
@@ -356,7 +356,7 @@ def sum_over(
     packing: Packing,
     num_bins: int,
     length_buckets: Sequence[int],
-    pieces: attention.Pieces | None = None,
+    context_shards: attention.ContextShards | None = None,
 ) -> Tree:
   """Returns the sum of function(Layout) over every non-empty micro-batch.
 
@@ -365,7 +365,7 @@ def sum_over(
   """
 
   def compute(capacity, j):
-    micro_batch = layout(packing, j, num_bins, capacity, pieces)
+    micro_batch = layout(packing, j, num_bins, capacity, context_shards)
     return function(micro_batch)
 
   branches = [functools.partial(compute, capacity) for capacity in length_buckets]
@@ -420,9 +420,9 @@ def layout(
     j: jax.Array,
     num_bins: int,
     capacity: int,
-    pieces: attention.Pieces | None = None,
+    context_shards: attention.ContextShards | None = None,
 ) -> Layout:
-  """Returns the Layout of micro-batch j, with bins of P = `capacity`, or with their pieces."""
+  """Returns the Layout of micro-batch j, with bins of P = `capacity`, or with their shards."""
   is_in_j = packing.bin // num_bins == j
   tokens = jnp.arange(packing.num_tokens)
   owned = is_in_j[:, None] & (tokens < packing.length[:, None])
@@ -435,15 +435,15 @@ def layout(
   find_tokens = _tokens_in_order if packing.place is None else _first_tokens
   row, position, live = find_tokens(slot, packing, size)
   paths = None
-  if packing.place is not None or pieces is not None:
+  if packing.place is not None or context_shards is not None:
     paths = _paths(slot, packing, row, position, live, capacity)
   in_bins = lambda x: x.reshape(num_bins, capacity)
   row, position, live, paths = jax.tree.map(in_bins, (row, position, live, paths))
-  if pieces is not None:
-    paths = dataclasses.replace(paths, pieces=pieces)
-    row, position, live = map(pieces.cut, (row, position, live))
+  if context_shards is not None:
+    paths = dataclasses.replace(paths, context_shards=context_shards)
+    row, position, live = map(context_shards.cut, (row, position, live))
     numbers = jnp.arange(size).reshape(row.shape)
-    slot = jnp.append(pieces.join(numbers), size)[slot]
+    slot = jnp.append(context_shards.join(numbers), size)[slot]
   return Layout(row, position, live, paths, slot, owned)
 
 

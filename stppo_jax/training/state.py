@@ -116,7 +116,8 @@ class Spec:
   teacher_coef: float = 1.0  # weight of a teacher's advantages
   routing_replay: str = 'none'  # config.rollout.routing_replay: the experts that the policy reuses
   share_prefixes: bool = False  # whether rows of a bin may share places: see packing.py
-  pieces: attention.Pieces | None = None  # how devices cut bins, see packing.py; None: not at all
+  # How devices cut bins, see packing.py. None: not at all.
+  context_shards: attention.ContextShards | None = None
 
   @property
   def shared_bins(self) -> bool:

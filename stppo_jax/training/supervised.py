@@ -73,7 +73,7 @@ class Trainer:
       logp_chunk: int | None = None,
       share_prefixes: bool = False,
   ):
-    self.model = dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
+    self.model = dataclasses.replace(model, row_sharding=sharding.context_rows(mesh))
     self.frozen = frozen
     self.micro_batch = micro_batch
     self.length_buckets = tuple(length_buckets)
@@ -136,8 +136,10 @@ class Trainer:
     return -jnp.sum(layout.unpack(logp) * rows.weights)
 
   def _sum(self, function, rows):
-    pieces = packing.pieces_of(self._mesh)
-    return packing.sum_over(function, rows.packing, self.micro_batch, self.length_buckets, pieces)
+    context_shards = packing.context_shards_of(self._mesh)
+    return packing.sum_over(
+        function, rows.packing, self.micro_batch, self.length_buckets, context_shards
+    )
 
   def _sum_loss(self, actor, frozen, rows):
     def one(layout):

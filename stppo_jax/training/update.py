@@ -84,14 +84,14 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   def over_devices(model):
     if model is None:
       return None
-    return dataclasses.replace(model, row_sharding=sharding.pieces(mesh))
+    return dataclasses.replace(model, row_sharding=sharding.context_rows(mesh))
 
   spec = dataclasses.replace(
       spec,
       actor=over_devices(spec.actor),
       critic=over_devices(spec.critic),
       teacher=over_devices(spec.teacher),
-      pieces=packing_lib.pieces_of(mesh),
+      context_shards=packing_lib.context_shards_of(mesh),
   )
   ins = (state_sharding, frozen_sharding, rows, whole)
   annotate_batch = functools.partial(annotate, spec)
@@ -193,7 +193,7 @@ def _model_fields(spec, state, frozen, batch, steps, sampled_routes):
       return _bin_fields(spec, actor, critic, frozen, tokens, layout, routes)
 
     return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.length_buckets, spec.pieces
+        one_micro_batch, step.packing, spec.micro_batch, spec.length_buckets, spec.context_shards
     )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..], the rows at their places in the batch

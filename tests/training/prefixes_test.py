@@ -176,11 +176,11 @@ MODELS = {
 
 
 @functools.cache
-def forward_functions(name, pieces=None):
+def forward_functions(name, context_shards=None):
   """(alone, together): log-probs, entropies and values of rows [B,T], and their gradient."""
   model = dataclasses.replace(update_test.MODEL, head='both', **MODELS[name])
-  if pieces is not None:
-    model = dataclasses.replace(model, row_sharding=sharding.pieces(pieces.mesh))
+  if context_shards is not None:
+    model = dataclasses.replace(model, row_sharding=sharding.context_rows(context_shards.mesh))
   params = decoder.init(jax.random.key(1), model)
   noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape)
   params = jax.tree.map(noise, params)
@@ -203,7 +203,7 @@ def forward_functions(name, pieces=None):
   def together(params, tokens, places):
     y = 0
     for j in range(ROWS // 2):
-      layout = packing.layout(places, j, 2, 2 * LENGTH, pieces)
+      layout = packing.layout(places, j, 2, 2 * LENGTH, context_shards)
       parts = outputs(params, layout.pack(tokens), layout.paths)
       y += jnp.stack([layout.unpack(part) for part in parts])
     return jnp.sum(y * weights), y

@@ -1,10 +1,10 @@
-"""Rows over several devices: each bin [P] is cut into c pieces of P / c tokens, one per device.
+"""Rows over several devices: each bin [P] is cut into c shards of P / c tokens, one per device.
 
-The axis `context` of the mesh has c devices. The models compute pieces [Rc,P/c] in place of bins
+The axis `context` of the mesh has c devices. The models compute shards [Rc,P/c] in place of bins
 [R,P], so that all that works on single tokens is as for whole rows. Two things read other tokens:
-attention gathers keys and values of the whole bin, and `DevicePieces.before` gathers its states.
+attention gathers keys and values of the whole bin, and `DeviceShards.before` gathers its states.
 
-A piece is an early and a late chunk of its bin, so that all devices attend to equally many tokens
+A shard is an early and a late chunk of its bin, so that all devices attend to equally many tokens
 (as in Llama 3, arXiv 2407.21783, section 3.3.2). With c = 2 the chunks of a bin go to the devices
 
   0 1 1 0
@@ -35,37 +35,37 @@ Array = TypeVar('Array', jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
-class DevicePieces:
+class DeviceShards:
   """How the bins of a micro-batch are cut over the devices of a mesh.
 
-  The pieces of bins [R,P] are in an order in which each device has consecutive ones: the bins of
-  the first devices of (data, fsdp), with all first pieces before all second ones, and so on.
+  The shards of bins [R,P] are in an order in which each device has consecutive ones: the bins of
+  the first devices of (data, fsdp), with all first shards before all second ones, and so on.
   """
 
   mesh: jax.sharding.Mesh
 
   @property
   def number(self) -> int:
-    """Pieces per bin, c."""
+    """ContextShards per bin, c."""
     return self.mesh.shape['context']
 
   def cut(self, x: Array) -> Array:
-    """Cuts bins [R,P,..] into pieces [Rc,P/c,..]."""
+    """Cuts bins [R,P,..] into shards [Rc,P/c,..]."""
     return _cut(x, self.number, sharding.num_row_shards(self.mesh))
 
   def join(self, x: Array) -> Array:
-    """Joins pieces [Rc,P/c,..] to bins [R,P,..]."""
+    """Joins shards [Rc,P/c,..] to bins [R,P,..]."""
     return _join(x, self.number, sharding.num_row_shards(self.mesh))
 
   def before(self, x: jax.Array, parents: jax.Array) -> jax.Array:
-    """Returns pieces x [Rc,P/c,..] at the columns `parents` [R,P] of each place."""
+    """Returns shards x [Rc,P/c,..] at the columns `parents` [R,P] of each place."""
 
     def on_each_device(x, columns):
       whole = self._gather(x)
       columns = columns.reshape(*columns.shape, *[1] * (x.ndim - 2))
       return jnp.take_along_axis(whole, columns, axis=1)
 
-    places = sharding.pieces(self.mesh).spec
+    places = sharding.context_rows(self.mesh).spec
     gather = jax.shard_map(
         on_each_device, mesh=self.mesh, in_specs=(places, places), out_specs=places, check_vma=False
     )
@@ -81,13 +81,13 @@ class DevicePieces:
       window: int = 0,
       softcap: float = 0.0,
   ) -> jax.Array:
-    """Computes `attention.causal` of pieces q [Rc,P/c,N,H], k and v [Rc,P/c,M,H].
+    """Computes `attention.causal` of shards q [Rc,P/c,N,H], k and v [Rc,P/c,M,H].
 
     `paths` are those of the bins [R,P]. A `chunk` bounds the size of a block.
     """
     chex.assert_equal_shape([k, v])
     mesh = self.mesh
-    rows = sharding.pieces(mesh).spec[0]
+    rows = sharding.context_rows(mesh).spec[0]
     heads = 'tensor' if k.shape[2] % mesh.shape['tensor'] == 0 else None
     part = P(rows, None, heads)
     blocks = _Blocks(self.number, chunk, window, softcap)
@@ -106,13 +106,13 @@ class DevicePieces:
     return mapped(q, k, v, paths.ends, paths.depths)
 
   def _gather(self, x):
-    """Gathers the pieces [r,P/c,..] of all devices of a bin on each of them: [r,P,..]."""
+    """Gathers the shards [r,P/c,..] of all devices of a bin on each of them: [r,P,..]."""
     x = jax.lax.all_gather(x, 'context', tiled=True)
     return _join(x, self.number, num_shards=1)
 
 
 def _cut(x, c, num_shards):
-  """Cuts bins [R,P,..] into pieces [Rc,P/c,..]; the bins are split over `num_shards`."""
+  """Cuts bins [R,P,..] into shards [Rc,P/c,..]; the bins are split over `num_shards`."""
   xp = np if isinstance(x, np.ndarray) else jnp
   num_bins, num_columns, *rest = x.shape
   x = x.reshape(num_shards, num_bins // num_shards, 2 * c, num_columns // (2 * c), *rest)
@@ -122,13 +122,13 @@ def _cut(x, c, num_shards):
 
 
 def _join(x, c, num_shards):
-  """Joins pieces [Rc,P/c,..] to bins [R,P,..]: the inverse of `_cut`."""
+  """Joins shards [Rc,P/c,..] to bins [R,P,..]: the inverse of `_cut`."""
   xp = np if isinstance(x, np.ndarray) else jnp
-  num_pieces, num_columns, *rest = x.shape
-  x = x.reshape(num_shards, c, num_pieces // (c * num_shards), 2, num_columns // 2, *rest)
+  num_context_shards, num_columns, *rest = x.shape
+  x = x.reshape(num_shards, c, num_context_shards // (c * num_shards), 2, num_columns // 2, *rest)
   x = x.swapaxes(1, 2)
   x = xp.concatenate([x[:, :, :, 0], xp.flip(x[:, :, :, 1], axis=2)], axis=2)
-  return x.reshape(num_pieces // c, num_columns * c, *rest)
+  return x.reshape(num_context_shards // c, num_columns * c, *rest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import attention
+from stppo_jax.models import context_parallel as pieces_lib
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
-from stppo_jax.models import pieces as pieces_lib
 from stppo_jax.models import sharding
 from stppo_jax.training import packing
 from stppo_jax.types import UserError
@@ -26,7 +26,7 @@ from tests.training import update_test
 def make_pieces(context, data=1, tensor=1):
   size = data * tensor * context
   mesh = sharding.make_mesh(data, 1, tensor, jax.devices()[:size], context)
-  return pieces_lib.DevicePieces(mesh)
+  return pieces_lib.DeviceShards(mesh)
 
 
 def forest(rng, num_bins, num_columns):
@@ -49,13 +49,13 @@ class CutTest(parameterized.TestCase):
 
   @parameterized.parameters((2, 1), (2, 2), (4, 1), (4, 2), (8, 1))
   def test_every_device_has_pieces_of_its_bins(self, context, data):
-    pieces = make_pieces(context, data)
+    context_shards = make_pieces(context, data)
     bins = np.arange(4 * 32).reshape(4, 32)
-    cut = pieces.cut(bins)
-    np.testing.assert_array_equal(pieces.join(cut), bins)
-    placed = jax.device_put(cut, sharding.pieces(pieces.mesh))
+    cut = context_shards.cut(bins)
+    np.testing.assert_array_equal(context_shards.join(cut), bins)
+    placed = jax.device_put(cut, sharding.context_rows(context_shards.mesh))
     for shard in placed.addressable_shards:
-      block = np.argwhere(pieces.mesh.devices == shard.device)[0][0]
+      block = np.argwhere(context_shards.mesh.devices == shard.device)[0][0]
       own = set(bins[block * 4 // data : (block + 1) * 4 // data].ravel())
       self.assertContainsSubset(np.ravel(shard.data), own)
 
@@ -96,18 +96,18 @@ class AttentionTest(parameterized.TestCase):
       y, pull = jax.vjp(lambda *x: attention.causal(*x, paths, **dict(whole)), q, k, v)
       return y, pull(d)
 
-    pieces = make_pieces(context, data, tensor)
-    own = dataclasses.replace(paths, pieces=pieces)
+    context_shards = make_pieces(context, data, tensor)
+    own = dataclasses.replace(paths, context_shards=context_shards)
 
     @jax.jit
     def in_pieces(*inputs):
-      *inputs, d = map(pieces.cut, inputs)
+      *inputs, d = map(context_shards.cut, inputs)
       y, pull = jax.vjp(lambda *x: attention.causal(*x, own, **options), *inputs)
-      return jax.tree.map(pieces.join, (y, pull(d)))
+      return jax.tree.map(context_shards.join, (y, pull(d)))
 
     expected = plain(q, k, v, d, tuple(whole.items()))
     self.assertGreater(float(jnp.abs(expected[1][1]).max()), 0.1)
-    with jax.set_mesh(pieces.mesh):
+    with jax.set_mesh(context_shards.mesh):
       actual = in_pieces(q, k, v, d)
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -118,8 +118,8 @@ class ModelTest(parameterized.TestCase):
   @pytest.mark.slow_after(1)
   def test_outputs_and_gradients_equal_rows_alone(self, name):
     params, alone, _ = prefixes_test.forward_functions(name)
-    pieces = make_pieces(4)
-    _, _, together = prefixes_test.forward_functions(name, pieces)
+    context_shards = make_pieces(4)
+    _, _, together = prefixes_test.forward_functions(name, context_shards)
     rng = np.random.default_rng(0)
     tokens = prefixes_test.trie_tokens(rng)
     lengths = rng.integers(1, prefixes_test.LENGTH + 1, prefixes_test.ROWS)
@@ -163,7 +163,7 @@ class UpdateTest(parameterized.TestCase):
     )
     for share in (True, False):
       spec = update_test.make_spec(
-          variant, **options, micro_batch=2, lengths=(32, 64), share_prefixes=share
+          variant, **options, micro_batch=2, length_buckets=(32, 64), share_prefixes=share
       )
       got = prefixes_test.take_step(spec, mesh)
       self.assertGreater(float(alone[1]['stppo/step_norm']), 0)
@@ -175,7 +175,7 @@ class UpdateTest(parameterized.TestCase):
     alone = prefixes_test.take_step(
         lora_test.make_spec(), update_test.one_device(), lora_test.start
     )
-    spec = lora_test.make_spec(micro_batch=2, lengths=(32, 64), share_prefixes=True)
+    spec = lora_test.make_spec(micro_batch=2, length_buckets=(32, 64), share_prefixes=True)
     mesh = sharding.make_mesh(1, 2, 1, jax.devices()[:8], context=4)
     got = prefixes_test.take_step(spec, mesh, lora_test.start)
     chex.assert_trees_all_close(got, alone, rtol=1e-4, atol=1e-5)
