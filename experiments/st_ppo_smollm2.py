@@ -61,6 +61,7 @@ def get_config(mode=''):
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'
+    config.model.logp_chunk = 64  # half the time of all logits at once
     config.model.critic = 'shared'
     config.model.lora_rank = 16
     config.rollout = schema.RolloutSettings(

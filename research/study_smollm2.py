@@ -2,10 +2,14 @@
 
   python -m research.study_smollm2 --workdir=runs/smollm2
 
-The runs start from runs/sft_smollm2/model, see experiments/st_ppo_smollm2.py. Each method is tried
-at two rates with one seed, and then runs at its better rate with three other seeds. A result is
-appended to research/results as soon as its run has ended. The same command continues after a stop,
-and a run that has a result is not repeated.
+The runs start from runs/sft_smollm2/model, see experiments/st_ppo_smollm2.py. Their batches are
+four updates old and are cut into four optimizer steps, so that clipping matters. Each method is
+tried at two rates for 25 updates with one seed, and then runs 50 updates at its better rate with
+three other seeds. A result is appended to research/results as soon as its run has ended. The same
+command continues after a stop, and a run that has a result is not repeated.
+
+The records of the grid `smollm2_search` are older runs of 50 updates, with batches that are two
+updates old and two optimizer steps. They clip at most 5% of the tokens of an update.
 """
 
 import argparse
@@ -23,10 +27,11 @@ from stppo_jax import config as schema
 
 FILE = 'research/study_smollm2.py'
 RESULTS = 'research/results'
-SEARCH, RUNS = 'smollm2_search', 'smollm2'  # grids
+SEARCH, RUNS = 'smollm2_old_search', 'smollm2_old'  # grids
 METHODS = {name: {'algorithm.variant': name} for name in ('st_ppo', 'ppo')}
 RATES = (3e-4, 1e-4)
 SEARCH_SEEDS = (100,)
+SEARCH_UPDATES = 25
 SEEDS = (0, 1, 2)
 
 
@@ -35,6 +40,8 @@ def get_config(mode: str = '') -> schema.Config:
   config = st_ppo_smollm2.get_config(mode or 'cpu')
   config.name = 'smollm2'
   config.model.folder = 'runs/sft_smollm2/model'
+  config.pipeline.staleness = 4
+  config.train.mini_batch = 4
   config.log.tensorboard = False
   return config
 
@@ -43,7 +50,8 @@ def get_study(mode: str = '') -> grid.Study:
   """Returns the search, and the methods whose search is complete at their better rate."""
   del mode
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
-  grids = {SEARCH: grid.Grid(METHODS, rates, seeds=SEARCH_SEEDS, drawn=())}
+  short = {'train.updates': SEARCH_UPDATES}
+  grids = {SEARCH: grid.Grid(METHODS, rates, base=short, seeds=SEARCH_SEEDS, drawn=())}
   best = results.best_rates(grid.plan(grid.Study(grids), get_config()), RESULTS)
   if best:
     at_best = {name: METHODS[name] | {'actor.lr': rate} for name, rate in best.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import contextlib
 import errno
+import functools
 import logging as std_logging
 import os
 import sys
@@ -177,8 +178,7 @@ def configure_logging() -> None:
   handler = logging.get_absl_handler()
   handler.setFormatter(std_logging.Formatter('%(asctime)s  %(message)s', '%H:%M:%S'))
   handler.addFilter(_is_shown)
-  report_unraisable = sys.unraisablehook
-  sys.unraisablehook = lambda unraisable: _report_unraisable(report_unraisable, unraisable)
+  sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:

@@ -46,7 +46,7 @@ class DeviceShards:
 
   @property
   def number(self) -> int:
-    """ContextShards per bin, c."""
+    """Shards per bin, c."""
     return self.mesh.shape['context']
 
   def cut(self, x: Array) -> Array:
