@@ -72,6 +72,8 @@ def main() -> int:
   failed = 0
   for name in (SEARCH, RUNS):
     study = get_study()
+    if name not in study.grids:
+      break  # the search was stopped, or a run of it failed
     jobs = grid.plan(study, get_config(), [f'{name}/*'])
     part = runner.Runner(args.workdir, study, jobs, command, runner.make_slots(1))
     part.run(stop.is_set)
