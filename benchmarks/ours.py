@@ -66,11 +66,12 @@ SHAPES = {
     ),
     '135M': dataclasses.replace(
         presets.PRESETS['smollm2-135m'],
-        remat='none',
+        remat='dots',  # faster than 'none', which moves all activations in and out of the scan
         dtype='float32',
         cache_tile=decoder.CPU_CACHE_TILE,
     ),
 }
+LOGP_CHUNKS = {'135M': 64}  # others compute all logits at once
 WIDTH = 32  # rows of a slot group, as in experiments/st_ppo_tiny.py
 _NOTHING = np.zeros((0,), np.int32)  # the observation after the last turn
 
@@ -227,7 +228,7 @@ def _plain(name, **columns):
   )
 
 
-def _make_spec(variant, config, learning_rate, micro_batch, length):
+def _make_spec(variant, config, learning_rate, micro_batch, length, logp_chunk=None):
   """Returns the Spec of an actor of this shape and its critic, with the same optimizer."""
   optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
   return train_state.Spec(
@@ -243,7 +244,7 @@ def _make_spec(variant, config, learning_rate, micro_batch, length):
       micro_batch=micro_batch,
       length_buckets=(length,),
       temperature=1.0,
-      logp_chunk=None,
+      logp_chunk=logp_chunk,
       critic_warmup=0,
       num_logged_turns=5,
   )
@@ -257,7 +258,7 @@ class Learning:
     self._actor_config = SHAPES[size]
     self._critic_config = dataclasses.replace(self._actor_config, head='value')
     self._model = describe(self._actor_config)
-    self._sizes = learning_rate, micro_batch, length
+    self._sizes = learning_rate, micro_batch, length, LOGP_CHUNKS.get(size)
     actor, critic = self._parameters()
     convert.save_hf(os.path.join(folder, 'actor'), self._actor_config, actor)
     convert.save_hf(os.path.join(folder, 'critic'), self._critic_config, critic)
@@ -286,8 +287,7 @@ class Learning:
     """Makes the state and the functions of a variant, unless they are there."""
     if name in self._states:
       return
-    learning_rate, micro_batch, length = self._sizes
-    spec = _make_spec(self._variants[name], self._actor_config, learning_rate, micro_batch, length)
+    spec = _make_spec(self._variants[name], self._actor_config, *self._sizes)
     state = train_state.create_sharded(spec, *self._parameters(), self._mesh)
     self._functions[name] = update.compile_functions(spec, state, train_state.Frozen(), self._mesh)
     self._states[name] = state

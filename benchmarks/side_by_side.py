@@ -109,16 +109,19 @@ def run_all(run):
       run(size, int(threads), False, REPEATS.value)
 
 
-def measure(jobs, num_tokens, repeats, warmups=2):
+def measure(jobs, num_tokens, repeats, warmups=2, settle=False):
   """Runs {name: (worker, method, *args)} in rotation; returns {name: figures}.
 
   The first call of each, with compilation, is reported as `first_call_s`. Neither it nor the other
-  warm-up calls count.
+  warm-up calls count. With `settle` an untimed call comes before each timed one: it brings back the
+  memory that the system took from a process that waited.
   """
   seconds = {name: [] for name in jobs}
   cpu_seconds = {name: [] for name in jobs}
   for _ in range(warmups + repeats):
     for name, (worker, *call) in jobs.items():
+      if settle:
+        worker.call(*call)
       _, wall, cpu = worker.timed(*call)
       seconds[name].append(wall)
       cpu_seconds[name].append(cpu)

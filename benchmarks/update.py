@@ -28,7 +28,7 @@ BATCHES = {
 }
 LEARNING_RATE = 1e-5
 VARIANTS = ('ppo', 'st_ppo, nothing clipped', 'st_ppo, clipped')
-ONLY_PPO = ('135M',)  # each variant has its own state, here of 4 GB
+LARGE = ('135M',)  # only PPO, because each variant has its own state, here of 4 GB
 
 
 def main(unused_argv):
@@ -39,7 +39,8 @@ def run(size, threads, quick, repeats):
   """Measures all figures of one size and thread setting."""
   rows, length = (4, 128) if quick else BATCHES[size]
   sizes = side_by_side.micro_batches(rows)
-  others = () if size in ONLY_PPO else VARIANTS[1:]
+  is_large = size in LARGE
+  others = () if is_large else VARIANTS[1:]
   with tempfile.TemporaryDirectory() as folder:
 
     def start_ours(micro):
@@ -66,7 +67,7 @@ def run(size, threads, quick, repeats):
       jobs['ours', micro] = ours[micro], 'update', 'ppo'
       jobs['peer', micro] = peer[micro], 'update'
       jobs |= {(name, micro): (ours[micro], 'update', name) for name in others}
-    found = side_by_side.measure(jobs, rows * length, repeats)
+    found = side_by_side.measure(jobs, rows * length, repeats, settle=is_large)
     for micro, seconds in first_call_s.items():
       for side in ('ours', 'peer'):
         found[side, micro]['first_call_s'] = seconds[side]
@@ -87,7 +88,7 @@ def run(size, threads, quick, repeats):
         for micro in sizes
         for side, workers in (('ours', ours), ('peer', peer))
     }
-    found = side_by_side.measure(jobs, rows * length, repeats)
+    found = side_by_side.measure(jobs, rows * length, repeats, settle=is_large)
     figures.report_fastest(
         'update', f'log-probs and values, {rows} x {length}', size, threads, found, 'torch'
     )
