@@ -17,10 +17,13 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @contextlib.contextmanager
-def gateway(*flags: str) -> Iterator[tuple[int, subprocess.Popen]]:
-  """Context manager of (port, process) of a `run.py --mode=serve` that accepts requests."""
+def gateway(*flags: str, root: str = _ROOT) -> Iterator[tuple[int, subprocess.Popen]]:
+  """Context manager of (port, process) of a `run.py --mode=serve` that accepts requests.
+
+  `root` is the checkout whose run.py it is.
+  """
   command = [sys.executable, 'run.py', '--mode=serve', '--port=0', *flags]
-  with ended(subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True)) as server:
+  with ended(subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)) as server:
     yield _port(server), server
 
 
