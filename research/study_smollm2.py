@@ -8,8 +8,8 @@ tried at two rates for 25 updates with one seed, and then runs 50 updates at its
 three other seeds. A result is appended to research/results as soon as its run has ended. The same
 command continues after a stop, and a run that has a result is not repeated.
 
-The records of the grid `smollm2_search` are older runs of 50 updates, with batches that are two
-updates old and two optimizer steps. They clip at most 5% of the tokens of an update.
+The grid `smollm2_search` is a first design, of which only records are left: 50 updates, batches
+that are two updates old, and two optimizer steps. At most 5% of an update's tokens are clipped.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from stppo_jax import config as schema
 FILE = 'research/study_smollm2.py'
 RESULTS = 'research/results'
 SEARCH, RUNS = 'smollm2_old_search', 'smollm2_old'  # grids
+FIRST_DESIGN = 'smollm2_search'
 METHODS = {name: {'algorithm.variant': name} for name in ('st_ppo', 'ppo')}
 RATES = (3e-4, 1e-4)
 SEARCH_SEEDS = (100,)
