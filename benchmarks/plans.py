@@ -1,7 +1,7 @@
 """The table of plans in docs/scaling.md, from what the compilers reported.
 
   python -m benchmarks.plans             # prints the table into the page; needs no compiler
-  python -m benchmarks.plans --compile   # first compiles what is new or has changed; minutes
+  python -m benchmarks.plans --compile   # first compiles what has changed; a minute per program
 
 plans.json has one record per run and topology: what a compiler reported of each program, what it
 had been asked, and the versions. The rest of the table is computed by today's planner. The records

@@ -44,6 +44,16 @@ class StudyTest(absltest.TestCase):
     self.finish(st_ppo[:1], [0.9])
     self.assertLen(self.plan(), len(search))
 
+  def test_search_that_was_stopped_is_no_error(self):
+    stopped = mock.Mock(**{'counts.return_value': {'failed': 0}})
+    with (
+        mock.patch.object(study_smollm2.runner, 'Runner', return_value=stopped) as make_runner,
+        mock.patch.object(study_smollm2.signal, 'signal'),
+        mock.patch('sys.argv', ['study_smollm2', f'--workdir={self.folder}']),
+    ):
+      self.assertEqual(study_smollm2.main(), 0)
+    self.assertEqual(make_runner.call_count, 1)  # the seeds are not planned
+
 
 if __name__ == '__main__':
   absltest.main()
