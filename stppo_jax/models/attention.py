@@ -118,7 +118,7 @@ def causal(
   """Attends each token to itself and to the earlier tokens of its segment.
 
   q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
-  segment per row. With Paths, which the plain backend takes, a token attends along its path, and a
+  segment per row. With Paths, which cuDNN does not take, a token attends along its path, and a
   window counts the tokens of a path. With Paths that have shards q, k and v are shards of rows.
   `chunk` is the plain backend's. `row_sharding` is the placement of the rows, which the kernels
   need because the compiler cannot split them. With a `window` a token attends to that many tokens,
@@ -136,7 +136,6 @@ def causal(
     return _plain(q, k, v, segments, chunk, window, softcap)
   from stppo_jax.models import attention_kernels
 
-  assert not isinstance(segments, Paths), 'see takes_paths'
   return attention_kernels.causal(q, k, v, segments, backend, row_sharding, window, softcap)
 
 
@@ -147,7 +146,7 @@ def takes_segments(backend: str) -> bool:
 
 def takes_paths(backend: str) -> bool:
   """Returns whether a backend of `causal` can attend along the Paths of a packed row."""
-  return backend == 'plain'
+  return backend != 'cudnn'
 
 
 def choose(

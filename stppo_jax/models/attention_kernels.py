@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from stppo_jax.models import attention
+
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 
 
@@ -18,7 +20,7 @@ def causal(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | None,
+    segments: jax.Array | attention.Paths | None,
     backend: str,
     row_sharding: jax.sharding.NamedSharding | None,
     window: int,
@@ -86,20 +88,32 @@ def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
       block_q_dq=block,
       block_kv_dq=block,
   )
-  mask: Any = splash.CausalMask((length, length))
-  if window:
-    mask = splash.LocalMask((length, length), (window - 1, 0), 0)
-  kernel = splash.make_splash_mha_single_device(
-      splash.MultiHeadMask([mask] * heads),
-      block_sizes=sizes,
-      interpret=platform != 'tpu',
-      attn_logits_soft_cap=softcap or None,
-  )
+  options: dict[str, Any] = {
+      'block_sizes': sizes,
+      'interpret': platform != 'tpu',
+      'attn_logits_soft_cap': softcap or None,
+  }
 
-  def attend(q, k, v, segments):
+  def attend_segments(q, k, v, segments):
+    mask: Any = splash.CausalMask((length, length))
+    if window:
+      mask = splash.LocalMask((length, length), (window - 1, 0), 0)
+    kernel = splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), **options)
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
+  def attend_paths(q, k, v, mask):  # [1,T,T], which all heads read from memory
+    kernel = splash.make_splash_mha_single_device(mask, **options)
+    for name in ('fwd_mask_info', 'dq_mask_info', 'dkv_mask_info'):
+      # JAX made an array of this flag, and then asks for its value.
+      info = getattr(kernel, name)._replace(is_dynamic_mask=True)
+      setattr(kernel, name, info)
+    return kernel(q, k, v)
+
+  attend = attend_segments
+  if isinstance(segments, attention.Paths):
+    attend = attend_paths
+    segments = attention.causal_mask(length, segments, window=window)[:, 0]
   q = jnp.swapaxes(q * width**-0.5, 1, 2)
   k = jnp.swapaxes(k, 1, 2)
   v = jnp.swapaxes(v, 1, 2)

@@ -430,10 +430,13 @@ def layers_with(config: ModelConfig, part: str) -> list[int]:
   return _numbers(part, config.layer_kinds)
 
 
-def takes_paths(config: ModelConfig) -> bool:
-  """Returns whether all layers can go along Paths: see `attention.Paths`."""
-  has_states = any(kind.is_delta for kind in config.layer_kinds)
-  return attention.takes_paths(config.attention) and not has_states
+def obstacle_to_paths(config: ModelConfig) -> str:
+  """Returns why layers cannot go along `attention.Paths`; empty where all can."""
+  if any(kind.is_delta for kind in config.layer_kinds):
+    return 'the gated delta nets of the model pass a state along a row'
+  if not attention.takes_paths(config.attention):
+    return f'the attention {config.attention!r} takes no paths, and config.model.attention=plain does'
+  return ''
 
 
 def choose_attention(

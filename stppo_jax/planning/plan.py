@@ -152,7 +152,7 @@ def make(
   absent_gpu = topology.partition(':')[0] in topologies.GPUS
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
     options = dataclasses.replace(config.model, attention='plain')
-    train = dataclasses.replace(config.train, share_prefixes=False)  # cuDNN cannot
+    train = dataclasses.replace(config.train, share_prefixes='never')  # as cuDNN
     config = dataclasses.replace(config, model=options, train=train)
   variant = objective.make_variant(config)
 

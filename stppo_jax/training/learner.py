@@ -405,13 +405,34 @@ def complete(
     frozen = dataclasses.replace(frozen, teacher=teacher)
     actor, critic, teacher = _with_attention(config, mesh, (spec.actor, spec.critic, model))
     spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
-  if spec.share_prefixes and not all(map(decoder.takes_paths, spec.models)):
-    spec = dataclasses.replace(spec, share_prefixes=False)
-    logging.info(
-        "every row is computed from its first token, because an accelerator's attention or a gated "
-        'delta net cannot share prefixes; config.model.attention=plain can'
+  share = shares_prefixes(config.train.share_prefixes, spec.models)
+  return dataclasses.replace(spec, share_prefixes=share), frozen
+
+
+def shares_prefixes(setting: str, models: Sequence[decoder.ModelConfig]) -> bool:
+  """Returns whether rows share prefixes by config.train.share_prefixes; the log says why not.
+
+  UserError: the setting is 'always', and a model cannot.
+  """
+  if setting == 'never':
+    return False
+  reasons = [reason for reason in map(decoder.obstacle_to_paths, models) if reason]
+  if setting == 'always':
+    if reasons:
+      raise types.UserError(
+          f"config.train.share_prefixes='always': {reasons[0]}: set "
+          '--config.train.share_prefixes=auto'
+      )
+    return True
+  backends = {model.attention for model in models}
+  if not reasons and 'splash' in backends:
+    reasons.append(
+        'splash attention would read its masks from memory, which config.train.share_prefixes='
+        "'always' allows"
     )
-  return spec, frozen
+  if reasons:
+    logging.info('every row is computed from its first token, because %s', reasons[0])
+  return not reasons
 
 
 def _with_attention(config, mesh, models):
@@ -506,6 +527,5 @@ def make_spec(
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=routing_replay,
-      share_prefixes=train.share_prefixes,
       teacher_coef=config.teacher.coef,
   )

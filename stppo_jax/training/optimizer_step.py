@@ -154,7 +154,7 @@ def _sum_gradients(inputs, row_cotangents):
   """
   spec = inputs.spec
 
-  def one_micro_batch(layout):
+  def policy_of_micro_batch(layout):
     outputs, pull = _policy_vjp(inputs, layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
     d_tokens, tokens, sums = _policy_cotangents(inputs, layout, outputs, row_cotangents)
@@ -162,22 +162,26 @@ def _sum_gradients(inputs, row_cotangents):
     (actor_grad,) = pull(d_outputs)
     critic_grad = None
     value_tokens = None
-    if spec.critic is not None:
-      value_outputs, pull_values = _values_vjp(inputs, layout)
-      value_tokens, d_values = _value_loss(inputs, layout, value_outputs)
-      (critic_grad,) = pull_values(d_values)
-    elif spec.shared_trunk:
+    if spec.shared_trunk:
       value_tokens, d_values = _value_loss(inputs, layout, outputs.value_outputs)
       d_values = spec.variant.value_coef * d_values
       d_outputs = zeros._replace(value_outputs=d_values)
       (critic_grad,) = pull(d_outputs)
-    grads = {'actor': actor_grad}
-    if critic_grad is not None:
-      grads['critic'] = critic_grad
-    grads = inputs.placed(grads)
-    return results.PolicyStep(grads['actor'], grads.get('critic'), tokens, sums, value_tokens)
+      critic_grad = inputs.placed(critic_grad)
+    actor_grad = inputs.placed(actor_grad)
+    return results.PolicyStep(actor_grad, critic_grad, tokens, sums, value_tokens)
 
-  summed = inputs.sum_micro_batches(one_micro_batch, inputs.packing)
+  def critic_of_micro_batch(layout):
+    value_outputs, pull = _values_vjp(inputs, layout)
+    value_tokens, d_values = _value_loss(inputs, layout, value_outputs)
+    (critic_grad,) = pull(d_values)
+    return inputs.placed(critic_grad), value_tokens
+
+  # Two loops, so that the activations of policy and critic are not in memory together.
+  summed = inputs.sum_micro_batches(policy_of_micro_batch, inputs.packing)
+  if spec.critic is not None:
+    critic_grad, value_tokens = inputs.sum_micro_batches(critic_of_micro_batch, inputs.packing)
+    summed = summed._replace(critic=critic_grad, values=value_tokens)
   tokens = summed.tokens
   if row_cotangents is not None:
     tokens = tokens._replace(ratio=row_cotangents.ratio, clipped=row_cotangents.clipped)

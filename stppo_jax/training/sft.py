@@ -272,7 +272,7 @@ def _run(config, workdir, pools, stop_signal):
       num_bins,
       length_buckets,
       config.model.logp_chunk or None,
-      config.train.share_prefixes,
+      learner_lib.shares_prefixes(config.train.share_prefixes, [model]),
   )
   state = trainer.init(models.actor)
   del models

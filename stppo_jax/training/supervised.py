@@ -78,7 +78,7 @@ class Trainer:
     self.micro_batch = micro_batch
     self.length_buckets = tuple(length_buckets)
     self.shared = attention.takes_segments(model.attention)
-    self.share_prefixes = share_prefixes and decoder.takes_paths(model)
+    self.share_prefixes = share_prefixes
     self._optimizer = optimizer
     self._mesh = mesh
     self._logp_chunk = logp_chunk

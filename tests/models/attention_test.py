@@ -120,6 +120,30 @@ class PlainTest(parameterized.TestCase):
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], [40, 88, 64, 64], axis=1)  # [2,256]
 
 
+def paths(*chains):
+  """Paths [1,T] of chains (number of tokens, parent of the first one, or None), one by one."""
+  parents = []
+  depths = []
+  for number, parent in chains:
+    for i in range(number):
+      own = len(parents)
+      before = parent if i == 0 else own - 1
+      parents.append(own if before is None else before)
+      depths.append(0 if before is None else depths[before] + 1)
+  ends = list(range(1, len(parents) + 1))
+  for column in reversed(range(len(parents))):
+    parent = parents[column]
+    ends[parent] = max(ends[parent], ends[column])
+  return attention.Paths(*(np.array([x], np.int32) for x in (parents, ends, depths)))
+
+
+FOREST = jax.tree.map(
+    lambda *x: np.concatenate(x),
+    paths((100, None), (40, 99), (60, 99), (16, 199), (24, 199), (16, None)),
+    paths((30, None), (2, 29), (1, 29), (223, 29)),
+)
+
+
 def output_and_gradients(inputs, segments, **options):
   """Of a loss that weighs every output differently."""
   weights = jax.random.normal(jax.random.key(9), inputs[0].shape)
@@ -150,6 +174,8 @@ class BackendsTest(parameterized.TestCase):
       ('splash', None, 128),
       ('splash', SEGMENTS, 64),
       ('splash', SEGMENTS, 64, 70, 2.0),
+      ('splash', FOREST, 64),
+      ('splash', FOREST, 64, 70, 2.0),
       ('cudnn', None, 8),
       ('cudnn', None, 8, 70),
   )

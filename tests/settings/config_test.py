@@ -296,6 +296,7 @@ class TablesTest(absltest.TestCase):
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},
+        'train.share_prefixes': {'auto', 'always', 'never'},
         'model.role_parameters': {'shared', 'own'},
         'model.dtype': set(hf_config.DTYPES),
         'model.param_dtype': set(hf_config.DTYPES),

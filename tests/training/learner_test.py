@@ -440,6 +440,31 @@ class MakeVariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "attention='cudnn' needs heads of at most 128 channels"):
       learner._with_attention(config, gpu('8.0'), (narrow, wide))
 
+  @parameterized.parameters(
+      ('auto', ('plain', 'plain'), True, ''),
+      ('auto', ('splash',), False, "from memory, which config.train.share_prefixes='always' allows"),
+      ('auto', ('cudnn',), False, "'cudnn' takes no paths"),
+      ('always', ('plain',), True, ''),
+      ('always', ('splash', 'splash'), True, ''),
+      ('never', ('plain',), False, ''),
+  )
+  def test_rows_share_prefixes_where_attention_can(self, setting, attentions, expected, reason):
+    base = presets.PRESETS['qwen2.5-7b']
+    models = [dataclasses.replace(base, attention=attention) for attention in attentions]
+    context = self.assertLogs if reason else self.assertNoLogs
+    with context('absl', 'INFO') as logs:
+      self.assertEqual(learner.shares_prefixes(setting, models), expected)
+    if reason:
+      self.assertIn(reason, logs.output[0])
+
+  def test_prefixes_that_no_model_can_share_are_refused(self):
+    plain = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], attention='plain')
+    delta = dataclasses.replace(plain, num_layers=2, layer_types=('delta', 'full'))
+    cudnn = dataclasses.replace(plain, attention='cudnn')
+    for model, reason in ((cudnn, "'cudnn' takes no paths"), (delta, 'gated delta nets')):
+      with self.assertRaisesRegex(UserError, f"'always': .*{reason}.*share_prefixes=auto"):
+        learner.shares_prefixes('always', [plain, model])
+
   def test_metrics_of_turns_are_bounded(self):
     config = schema.Config()
     variant = objective.make_variant(validation.validate(config))

@@ -298,6 +298,21 @@ class UpdateTest(parameterized.TestCase):
     self.check_equal(take_step(spec, mesh), alone)
 
   @pytest.mark.slow
+  def test_kernel_of_tpus_takes_the_same_step(self):
+    model = dataclasses.replace(update_test.MODEL, head_dim=64)
+    critic = dataclasses.replace(model, head='value')
+    alone = take_step(update_test.make_spec(actor=model, critic=critic), update_test.one_device())
+    splash = {'attention': 'splash', 'row_sharding': sharding.rows(update_test.one_device())}
+    spec = update_test.make_spec(
+        actor=dataclasses.replace(model, **splash),
+        critic=dataclasses.replace(critic, **splash),
+        length_buckets=(128,),
+        micro_batch=1,
+        share_prefixes=True,
+    )
+    self.check_equal(take_step(spec, update_test.one_device()), alone)
+
+  @pytest.mark.slow
   def test_adapters_take_the_same_step(self):
     mesh = update_test.one_device()
     alone = take_step(lora_test.make_spec(), mesh, lora_test.start)
