@@ -388,10 +388,10 @@ class TrainSettings(Section):
       'size holds any episode. More sizes mean less padding and more programs to compile',
       at_least=1)
   share_prefixes: str = setting(
-      'auto', 'what rows of a bin have in common at their beginning, such as the prompt of a group, '
-      "is computed once: 'auto': with plain attention in all layers; 'always': also with splash, the "
-      "kernel of TPUs, which then reads its masks from memory; 'never'. It changes memory, speed and "
-      'rounding', allowed=('auto', 'always', 'never'), resume_allowed=True)
+      'auto', 'compute what rows of a bin have in common at their beginning once, such as the '
+      "prompt of a group: 'auto': with plain attention in all layers; 'always': also with splash, "
+      "the kernel of TPUs, which then reads its masks from memory; 'never'. It changes memory, "
+      'speed and rounding', allowed=('auto', 'always', 'never'), resume_allowed=True)
   checkpoint_every: int = setting(
       100, 'updates between checkpoints; 0: only at the end', at_least=0, resume_safe=True)
   keep_checkpoints: int = setting(

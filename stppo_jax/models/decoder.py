@@ -435,7 +435,7 @@ def obstacle_to_paths(config: ModelConfig) -> str:
   if any(kind.is_delta for kind in config.layer_kinds):
     return 'the gated delta nets of the model pass a state along a row'
   if not attention.takes_paths(config.attention):
-    return f'the attention {config.attention!r} takes no paths, and config.model.attention=plain does'
+    return f'{config.attention} attention takes no paths, and config.model.attention=plain does'
   return ''
 
 

@@ -406,26 +406,40 @@ def optimize(
   nothing is divided, or if the other step is 0.
   """
   opt_state = sharding.to_device(opt_state)
-  step, new_opt_state = optimizer.update(gradient, opt_state, params)
-  undivided_step = step
-  if undivided is not None:
-    undivided_step, _ = optimizer.update(undivided, opt_state, params)
   divisor = step_divisor / step_scale
-  divide = lambda x: x / divisor
-  step = jax.tree.map(divide, step)
-  norm = optax.tree.norm(step)
-  undivided_norm = optax.tree.norm(undivided_step) * step_scale
-  is_positive = undivided_norm > 0
-  share = norm / jnp.where(is_positive, undivided_norm, 1)
-  factor = jnp.where(is_positive, share, 1)
-  new_params = optax.apply_updates(params, step)
-  new_params = optax.tree.where(take, new_params, params)
-  new_opt_state = optax.tree.where(take, new_opt_state, opt_state)
-  before = optax.tree.cast(params, jnp.float32)
-  after = optax.tree.cast(new_params, jnp.float32)
-  change = optax.tree.sub(after, before)
-  step_norm = optax.tree.norm(change)
-  return Applied(new_params, new_opt_state, step_norm, factor)
+
+  def step_of(gradient):
+    step, new_opt_state = optimizer.update(gradient, opt_state, params)
+    return step, new_opt_state
+
+  def undivided_norm():
+    step, _ = step_of(undivided)
+    return optax.tree.norm(step)
+
+  # A branch, and not a `where` of all arrays, which XLA would compute beside copies of the old ones.
+  # The norm has a branch of its own, so that both steps are not in memory together.
+  other_norm = None
+  if undivided is not None:
+    other_norm = jax.lax.cond(take, undivided_norm, lambda: jnp.zeros(()))
+
+  def taken():
+    step, new_opt_state = step_of(gradient)
+    own_norm = optax.tree.norm(step) if other_norm is None else other_norm
+    own_norm *= step_scale
+    step = jax.tree.map(lambda x: x / divisor, step)
+    is_positive = own_norm > 0
+    share = optax.tree.norm(step) / jnp.where(is_positive, own_norm, 1)
+    factor = jnp.where(is_positive, share, 1)
+    new_params = optax.apply_updates(params, step)
+    before = optax.tree.cast(params, jnp.float32)
+    after = optax.tree.cast(new_params, jnp.float32)
+    change = optax.tree.sub(after, before)
+    return Applied(new_params, new_opt_state, optax.tree.norm(change), factor)
+
+  def left():
+    return Applied(params, opt_state, jnp.zeros(()), jnp.ones(()))
+
+  return jax.lax.cond(take, taken, left)
 
 
 def _steps_taken(opt_state, step):

@@ -442,8 +442,8 @@ class MakeVariantTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('auto', ('plain', 'plain'), True, ''),
-      ('auto', ('splash',), False, "from memory, which config.train.share_prefixes='always' allows"),
-      ('auto', ('cudnn',), False, "'cudnn' takes no paths"),
+      ('auto', ('splash',), False, "from memory, which config.train.share_prefixes='always'"),
+      ('auto', ('cudnn',), False, 'cudnn attention takes no paths'),
       ('always', ('plain',), True, ''),
       ('always', ('splash', 'splash'), True, ''),
       ('never', ('plain',), False, ''),
@@ -461,7 +461,7 @@ class MakeVariantTest(parameterized.TestCase):
     plain = dataclasses.replace(presets.PRESETS['qwen2.5-7b'], attention='plain')
     delta = dataclasses.replace(plain, num_layers=2, layer_types=('delta', 'full'))
     cudnn = dataclasses.replace(plain, attention='cudnn')
-    for model, reason in ((cudnn, "'cudnn' takes no paths"), (delta, 'gated delta nets')):
+    for model, reason in ((cudnn, 'cudnn attention takes no paths'), (delta, 'gated delta nets')):
       with self.assertRaisesRegex(UserError, f"'always': .*{reason}.*share_prefixes=auto"):
         learner.shares_prefixes('always', [plain, model])
 
