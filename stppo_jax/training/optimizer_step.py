@@ -416,7 +416,7 @@ def optimize(
     step, _ = step_of(undivided)
     return optax.tree.norm(step)
 
-  # A branch, and not a `where` of all arrays, which XLA would compute beside copies of the old ones.
+  # A branch, and not a `where` of all arrays, for which XLA would keep copies of the old ones.
   # The norm has a branch of its own, so that both steps are not in memory together.
   other_norm = None
   if undivided is not None:
