@@ -403,18 +403,14 @@ def optimize(
   `step_divisor` divides the step, and `step_scale` multiplies it. `factor` is the norm of the step,
   divided by the norm of the step without the division. The same optimizer state makes this other
   step of the gradient `undivided` (None: `gradient`), with the same scale. The factor is 1 if
-  nothing is divided, or if the other step is 0.
+  nothing is divided or taken, or if the other step is 0.
   """
   opt_state = sharding.to_device(opt_state)
   divisor = step_divisor / step_scale
 
-  def step_of(gradient):
-    step, new_opt_state = optimizer.update(gradient, opt_state, params)
-    return step, new_opt_state
-
   def undivided_norm():
-    step, _ = step_of(undivided)
-    return optax.tree.norm(step)
+    step, _ = optimizer.update(undivided, opt_state, params)
+    return correction.norm(step)
 
   # A branch, and not a `where` of all arrays, for which XLA would keep copies of the old ones.
   # The norm has a branch of its own, so that both steps are not in memory together.
@@ -423,23 +419,29 @@ def optimize(
     other_norm = jax.lax.cond(take, undivided_norm, lambda: jnp.zeros(()))
 
   def taken():
-    step, new_opt_state = step_of(gradient)
-    own_norm = optax.tree.norm(step) if other_norm is None else other_norm
+    step, new_opt_state = optimizer.update(gradient, opt_state, params)
+    own_norm = correction.norm(step) if other_norm is None else other_norm
     own_norm *= step_scale
     step = jax.tree.map(lambda x: x / divisor, step)
     is_positive = own_norm > 0
-    share = optax.tree.norm(step) / jnp.where(is_positive, own_norm, 1)
+    share = correction.norm(step) / jnp.where(is_positive, own_norm, 1)
     factor = jnp.where(is_positive, share, 1)
     new_params = optax.apply_updates(params, step)
     before = optax.tree.cast(params, jnp.float32)
-    after = optax.tree.cast(new_params, jnp.float32)
+    after = jax.tree.map(_as_stored, new_params)
     change = optax.tree.sub(after, before)
-    return Applied(new_params, new_opt_state, optax.tree.norm(change), factor)
+    return Applied(new_params, new_opt_state, correction.norm(change), factor)
 
   def left():
     return Applied(params, opt_state, jnp.zeros(()), jnp.ones(()))
 
   return jax.lax.cond(take, taken, left)
+
+
+def _as_stored(x):
+  """Returns x in float32, rounded to its dtype: XLA may leave out the rounding of a cast."""
+  info = jnp.finfo(x.dtype)
+  return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 
 
 def _steps_taken(opt_state, step):

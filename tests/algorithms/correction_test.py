@@ -699,6 +699,17 @@ class DivideTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
 
+  def test_step_that_is_not_taken_leaves_all(self):
+    optimizer, _ = train_state.make_optimizer(0.1, 0, weight_decay=0.5)
+    params = {'w': jnp.asarray(2.0), 'v': jnp.ones(3, jnp.bfloat16)}
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    before = optimizer.init(params)
+    after = optimizer_step.optimize(
+        optimizer, nan, params, before, jnp.asarray(False), jnp.nan, nan
+    )
+    chex.assert_trees_all_equal(after, optimizer_step.Applied(params, before, 0.0, 1.0))
+    chex.assert_trees_all_equal_dtypes(after.params, params)
+
   def test_norm_of_step_is_that_of_change(self):
     """A step of 1e-6 is lost on a bfloat16 of 1, whose neighbours are 2^-8 and 2^-7 away."""
     optimizer, _ = train_state.make_optimizer(1e-6, 0)
