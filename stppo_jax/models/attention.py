@@ -136,7 +136,11 @@ def causal(
     return _plain(q, k, v, segments, chunk, window, softcap)
   from stppo_jax.models import attention_kernels
 
-  return attention_kernels.causal(q, k, v, segments, backend, row_sharding, window, softcap)
+  mask = None
+  if isinstance(segments, Paths):
+    mask = causal_mask(q.shape[1], segments, window=window)[:, 0]
+    segments = None
+  return attention_kernels.causal(q, k, v, segments, mask, backend, row_sharding, window, softcap)
 
 
 def takes_segments(backend: str) -> bool:

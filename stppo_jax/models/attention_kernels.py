@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from stppo_jax.models import attention
-
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 
 
@@ -20,20 +18,24 @@ def causal(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | attention.Paths | None,
+    segments: jax.Array | None,
+    mask: jax.Array | None,
     backend: str,
     row_sharding: jax.sharding.NamedSharding | None,
     window: int,
     softcap: float,
 ) -> jax.Array:
-  """Computes `attention.causal` with the kernel `backend`, on each device's rows and heads."""
+  """Computes `attention.causal` with the kernel `backend`, on each device's rows and heads.
+
+  `mask` [B,1,T,T] says what each query (row) attends to, in place of segments and window.
+  """
   devices = jax.devices() if row_sharding is None else row_sharding.mesh.devices.flat
   kernel = {'splash': _splash, 'cudnn': _cudnn}[backend]
   attend = functools.partial(kernel, platform=devices[0].platform, window=window, softcap=softcap)
   if row_sharding is not None:
     num_kv_heads = k.shape[2]
     attend = _on_each_device(attend, row_sharding, num_kv_heads)
-  return attend(q, k, v, segments)
+  return attend(q, k, v, segments, mask)
 
 
 def obstacle(
@@ -73,7 +75,7 @@ def obstacle(
   return ''
 
 
-def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
+def _splash(q, k, v, segments, mask, platform, window=0, softcap=0.0):
   """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only on TPUs
 
@@ -95,14 +97,13 @@ def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
   }
 
   def attend_segments(q, k, v, segments):
-    mask: Any = splash.CausalMask((length, length))
-    if window:
-      mask = splash.LocalMask((length, length), (window - 1, 0), 0)
-    kernel = splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), **options)
+    shape = (length, length)
+    fixed: Any = splash.LocalMask(shape, (window - 1, 0), 0) if window else splash.CausalMask(shape)
+    kernel = splash.make_splash_mha_single_device(splash.MultiHeadMask([fixed] * heads), **options)
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
-  def attend_paths(q, k, v, mask):  # [1,T,T], which all heads read from memory
+  def attend_by_mask(q, k, v, mask):  # [1,T,T], which all heads read from memory
     kernel = splash.make_splash_mha_single_device(mask, **options)
     for name in ('fwd_mask_info', 'dq_mask_info', 'dkv_mask_info'):
       # JAX made an array of this flag, and then asks for its value.
@@ -110,20 +111,19 @@ def _splash(q, k, v, segments, platform, window=0, softcap=0.0):
       setattr(kernel, name, info)
     return kernel(q, k, v)
 
-  attend = attend_segments
-  if isinstance(segments, attention.Paths):
-    attend = attend_paths
-    segments = attention.causal_mask(length, segments, window=window)[:, 0]
   q = jnp.swapaxes(q * width**-0.5, 1, 2)
   k = jnp.swapaxes(k, 1, 2)
   v = jnp.swapaxes(v, 1, 2)
-  y = jax.vmap(attend)(q, k, v, segments)
+  if mask is None:
+    y = jax.vmap(attend_segments)(q, k, v, segments)
+  else:
+    y = jax.vmap(attend_by_mask)(q, k, v, mask)
   return jnp.swapaxes(y, 1, 2)
 
 
-def _cudnn(q, k, v, segments, platform, window=0, softcap=0.0):
+def _cudnn(q, k, v, segments, mask, platform, window=0, softcap=0.0):
   """Runs cuDNN on one device's part; other platforms run XLA's implementation, for tests."""
-  assert segments is None and not softcap
+  assert segments is None and mask is None and not softcap
   implementation: Literal['cudnn', 'xla'] = 'cudnn' if platform == 'gpu' else 'xla'
   local = (window - 1, 0) if window else None
   return jax.nn.dot_product_attention(
@@ -143,5 +143,9 @@ def _on_each_device(attend, row_sharding, num_kv_heads):
     part = P(rows)
   # No check: Pallas does not declare how its results vary over the devices.
   return jax.shard_map(
-      attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
+      attend,
+      mesh=mesh,
+      in_specs=(part, part, part, P(rows), P(rows)),
+      out_specs=part,
+      check_vma=False,
   )
