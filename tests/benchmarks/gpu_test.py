@@ -67,7 +67,7 @@ class KernelTest(parameterized.TestCase):
     """JAX asks the GPU for two numbers, which an H100 would answer like this."""
     self.enterContext(mock.patch.object(fused_attention, 'check_cudnn_version', lambda: 91500))
     self.enterContext(mock.patch.object(fused_attention, 'check_compute_capability', bool))
-    attend = functools.partial(attention_kernels._cudnn, segments=None, platform='gpu')
+    attend = functools.partial(attention_kernels._cudnn, segments=None, mask=None, platform='gpu')
     inputs = gpu.attention_inputs(heads, 2, 1536, 'bfloat16')
     traced = gpu.attend_with(attend).trace(*inputs)
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
