@@ -142,6 +142,11 @@ FOREST = jax.tree.map(
     paths((100, None), (40, 99), (60, 99), (16, 199), (24, 199), (16, None)),
     paths((30, None), (2, 29), (1, 29), (223, 29)),
 )
+SHORT_FOREST = jax.tree.map(
+    lambda *x: np.concatenate(x),
+    paths((50, None), (40, 49), (38, 49)),
+    paths((10, None), (60, 9), (28, 69), (30, None)),
+)
 
 
 def output_and_gradients(inputs, segments, **options):
@@ -198,13 +203,18 @@ class BackendsTest(parameterized.TestCase):
     self.assertIn('stppo_jax.models.attention', ran.stdout)
     self.assertNotIn('splash_attention', ran.stdout)
 
-  @parameterized.parameters(('splash', 2), ('splash', 1), ('cudnn', 2))
-  def test_over_eight_devices(self, backend, kv_heads):
+  @parameterized.parameters(
+      ('splash', 2, SEGMENTS[:, 20:148]),
+      ('splash', 1, SEGMENTS[:, 20:148]),
+      ('splash', 2, SHORT_FOREST),
+      ('cudnn', 2, None),
+  )
+  def test_over_eight_devices(self, backend, kv_heads, segments):
     """Rows over data and fsdp, heads over tensor where the key heads divide; 28 / 4 in small."""
     mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
     rows = sharding.rows(mesh)
     inputs = make_inputs(rows=4, length=128, heads=6, kv_heads=kv_heads, width=64)
-    segments = None if backend == 'cudnn' else np.tile(SEGMENTS[:, 20:148], (2, 1))
+    segments = jax.tree.map(lambda x: np.tile(x, (2, 1)), segments)
     expected = output_and_gradients(inputs, segments)
     placed = jax.device_put(inputs, rows)
     actual = output_and_gradients(placed, segments, backend=backend, row_sharding=rows)
