@@ -67,6 +67,7 @@ def main() -> int:
   """Reads the command line and runs what has no result."""
   parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
   parser.add_argument('--workdir', required=True, help='folder of the runs')
+  parser.add_argument('--jobs', type=int, default=0, help='runs at the same time; 0: one per core')
   args = parser.parse_args()
   logging.set_verbosity(logging.INFO)
   stop = threading.Event()
@@ -78,7 +79,7 @@ def main() -> int:
     if name not in study.grids:
       break  # the search was stopped, or a run of it failed
     jobs = grid.plan(study, get_config(), [f'{name}/*'])
-    part = runner.Runner(args.workdir, study, jobs, command, runner.make_slots(1))
+    part = runner.Runner(args.workdir, study, jobs, command, runner.make_slots(args.jobs))
     part.run(stop.is_set)
     print(part.table(), flush=True)
     failed += part.counts()['failed']

@@ -133,8 +133,9 @@ def divisor(
 class DividedGradient(NamedTuple):
   """The results of `divide`."""
 
-  gradient: Any  # the gradient for the optimizer
-  undivided: Any  # the gradient for the optimizer without the division
+  # Functions, so that XLA computes the scaled trees in the loops of the optimizer that reads them.
+  gradient: Callable[[], Any]  # the gradient for the optimizer
+  undivided: Callable[[], Any]  # the gradient for the optimizer without the division
   step_divisor: jax.Array | float  # divides the optimizer's step
   norm_before_clip: jax.Array  # [] the norm that the clip bounds
   norm: jax.Array  # [] the norm of `gradient`
@@ -163,24 +164,27 @@ def divide(
 
   `optimizer_step.optimize` measures how an optimizer with moments changes the factor.
   """
-  whole = _add(g, rest)
-  whole_norm = norm(whole)
-  g_divided = jax.tree.map(lambda x: x / divisor, g)
-  quotient = _add(g_divided, rest)
-  undivided = clip(whole, max_norm)
+
+  def whole():
+    return _add(g, rest)
+
+  def quotient():
+    g_divided = jax.tree.map(lambda x: x / divisor, g)
+    return _add(g_divided, rest)
+
+  whole_norm = norm(whole())
+  undivided = lambda: clip(whole(), whole_norm, max_norm)
   undivided_norm = jnp.minimum(whole_norm, max_norm)
 
   step_divisor: jax.Array | float = 1.0
   if order == 'before_clip':
-    norm_before_clip = norm(quotient)
-    gradient = clip(quotient, max_norm)
+    norm_before_clip = norm(quotient())
+    gradient = lambda: clip(quotient(), norm_before_clip, max_norm)
     optimizer_norm = jnp.minimum(norm_before_clip, max_norm)
   elif order == 'after_clip':
     norm_before_clip = whole_norm
-    is_too_large = whole_norm > max_norm
-    scale = jnp.where(is_too_large, max_norm / whole_norm, 1)
-    gradient = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient)
-    optimizer_norm = norm(gradient)
+    gradient = lambda: clip(quotient(), whole_norm, max_norm)
+    optimizer_norm = norm(gradient())
   elif order == 'step':
     norm_before_clip = whole_norm
     gradient = undivided
@@ -197,12 +201,11 @@ def divide(
   )
 
 
-def clip(tree: Tree, max_norm: float) -> Tree:
-  """Returns the tree, scaled down if its global norm is above the bound."""
-  transformation = optax.clip_by_global_norm(max_norm)
-  stateless = optax.EmptyState()
-  clipped, _ = transformation.update(tree, stateless)
-  return clipped
+def clip(tree: Tree, tree_norm: jax.Array, max_norm: float) -> Tree:
+  """Returns the tree, scaled down if `tree_norm` [] (its own or another) is above the bound."""
+  is_too_large = tree_norm > max_norm
+  scale = jnp.where(is_too_large, max_norm / tree_norm, 1)
+  return jax.tree.map(lambda x: x * scale.astype(x.dtype), tree)
 
 
 def norm(tree: object) -> jax.Array:

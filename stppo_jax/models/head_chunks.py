@@ -1,5 +1,6 @@
 """Log-probs and KL of an output head whose logits [..,V] never exist: a chunk of V at a time."""
 
+import dataclasses
 import functools
 
 import chex
@@ -26,36 +27,96 @@ def head_logp_and_entropy(
   once forward and once backward. So in each direction a sharded kernel is gathered once, and its
   gradient reduced once, a chunk at a time. A loop over rows of x would do both once per chunk of
   the rows. `row_sharding` is the placement of x; None leaves it to XLA. The logits are capped
-  before the temperature, as in sampling.
-
-  With the log-sum-exp s_n and the entropy H_n of chunk n, and its share w_n = exp(s_n - s) of the
-  probability, s = log sum exp(s_n) and H = sum w_n (H_n - log w_n).
+  before the temperature, as in sampling. The temperature has no gradient.
   """
   chex.assert_rank([x, kernel, tokens], [2, 2, 1])
   vocab_size = len(kernel)
   chunks = _cut(kernel, num_chunks, row_sharding)
   ids = _cut(jnp.arange(vocab_size), num_chunks, row_sharding, padding_id=vocab_size)
-  has_padding = ids.size > vocab_size
-  chunk_size = chunks.shape[1] // _num_shards(row_sharding)  # columns per chunk and shard
-  dtype = x.dtype
+  head = _Head(x.dtype, vocab_size, row_sharding, logit_softcap)
   x = x.astype(jnp.float32)  # so that its gradient is summed over the chunks in float32
+  return _logp_and_entropy(head, x, chunks, ids, tokens, jnp.asarray(temperature))
 
-  @functools.partial(jax.checkpoint, prevent_cse=False)
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+  """The settings of a head that are no arrays."""
+
+  dtype: jnp.dtype  # of the products
+  vocab_size: int
+  row_sharding: jax.sharding.NamedSharding | None
+  softcap: float
+
+  def logits(self, x, chunk, ids, temperature):
+    """Returns the logits [X,v] of a chunk [v,D] whose columns are the tokens `ids` [v]."""
+    logits = _chunk_logits(x, chunk, self.dtype, self.row_sharding)
+    logits = categorical.softcap(logits, self.softcap) / temperature
+    return jnp.where(ids < self.vocab_size, logits, NEVER)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logp_and_entropy(head, x, chunks, ids, tokens, temperature):
+  """Returns (logp, entropy) [X] of chunks [chunks,v,D] with the tokens ids [chunks,v].
+
+  With the log-sum-exp s_n and the entropy H_n of chunk n, and its share w_n = exp(s_n - s) of the
+  probability, s = log sum exp(s_n) and H = sum w_n (H_n - log w_n).
+
+  The backward pass computes the logits again, and the derivative from them and the s and H of the
+  forward pass. It computes nothing where all cotangents are 0, as in the pass of a value loss.
+  """
+  return _forward(head, x, chunks, ids, tokens, temperature)[0]
+
+
+def _forward(head, x, chunks, ids, tokens, temperature):
+
   def statistics_of_chunk(chunk_and_ids):
     chunk, ids = chunk_and_ids
-    logits = _chunk_logits(x, chunk, dtype, row_sharding)
-    logits = categorical.softcap(logits, logit_softcap) / temperature
-    if has_padding:
-      logits = jnp.where(ids < vocab_size, logits, NEVER)
+    logits = head.logits(x, chunk, ids, temperature)
     return categorical.statistics(logits, tokens, ids)
 
-  logp, entropy, log_sum = jax.lax.map(statistics_of_chunk, (chunks, ids))  # [chunks,X]
-  log_share = log_sum - jax.nn.logsumexp(log_sum, axis=0)
-  chunk_of_token = tokens // chunk_size % num_chunks  # see `_cut`
-  is_in_chunk = chunk_of_token == jnp.arange(num_chunks)[:, None]
-  logp = jnp.where(is_in_chunk, logp + log_share, 0)
-  entropy = jnp.exp(log_share) * (entropy - log_share)
-  return jnp.sum(logp, axis=0), jnp.sum(entropy, axis=0)
+  found = jax.lax.map(statistics_of_chunk, (chunks, ids))  # [chunks,X]
+  peak = found.peak.max(axis=0)
+  log_sums = found.peak - peak + found.log_sum
+  log_sum = jax.nn.logsumexp(log_sums, axis=0)
+  log_share = log_sums - log_sum
+  num_chunks, chunk_size = chunks.shape[:2]
+  columns = chunk_size // _num_shards(head.row_sharding)  # of a chunk on a shard, see `_cut`
+  is_in_chunk = tokens // columns % num_chunks == jnp.arange(num_chunks)[:, None]
+  logp = jnp.where(is_in_chunk, found.logp + log_share, 0)
+  logp = jnp.sum(logp, axis=0)
+  entropy = jnp.exp(log_share) * (found.entropy - log_share)
+  entropy = jnp.sum(entropy, axis=0)
+  found = categorical.Statistics(logp, entropy, peak, log_sum)
+  return (logp, entropy), (x, chunks, ids, tokens, temperature, found)
+
+
+def _backward(head, residuals, cotangents):
+  x, chunks, ids, tokens, temperature, found = residuals
+
+  def chunk_gradients(d_x, chunk_and_ids):
+    chunk, ids = chunk_and_ids
+
+    def logits_of(x, chunk):
+      return head.logits(x, chunk, ids, temperature)
+
+    logits, pull = jax.vjp(logits_of, x, chunk)
+    d_logits = categorical.d_logits(logits, tokens, ids, found, *cotangents)
+    own_d_x, d_chunk = pull(d_logits)
+    return d_x + own_d_x, d_chunk
+
+  def gradients():
+    return jax.lax.scan(chunk_gradients, jnp.zeros_like(x), (chunks, ids))
+
+  def zeros():
+    return jnp.zeros_like(x), jnp.zeros_like(chunks)
+
+  d_logp, d_entropy = cotangents
+  has_cotangent = (d_logp != 0).any() | (d_entropy != 0).any()
+  d_x, d_chunks = jax.lax.cond(has_cotangent, gradients, zeros)
+  return d_x, d_chunks, None, None, None
+
+
+_logp_and_entropy.defvjp(_forward, _backward)
 
 
 def head_kl(

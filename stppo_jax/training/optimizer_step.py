@@ -369,7 +369,8 @@ def _apply(inputs, divided, value_gradient, is_finite, has_gradient, step_scale)
       'stppo/applied_factor': actor.factor,
   }
   if spec.critic is not None:
-    gradient = correction.clip(value_gradient, spec.critic_clip)
+    norm = correction.norm(value_gradient)
+    gradient = lambda: correction.clip(value_gradient, norm, spec.critic_clip)
     optimizer = spec.critic_optimizer
     critic = optimize(optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
@@ -390,26 +391,29 @@ class Applied(NamedTuple):
 
 def optimize(
     optimizer: optax.GradientTransformation,
-    gradient: dict,
+    gradient: Callable[[], dict],
     params: dict,
     opt_state: optax.OptState,
     take: jax.Array,
     step_divisor: jax.Array | float = 1.0,
-    undivided: dict | None = None,
+    undivided: Callable[[], dict] | None = None,
     step_scale: jax.Array | float = 1.0,
 ) -> Applied:
   """Returns parameters and optimizer state after one step, or unchanged if `take` [] is false.
 
-  `step_divisor` divides the step, and `step_scale` multiplies it. `factor` is the norm of the step,
-  divided by the norm of the step without the division. The same optimizer state makes this other
-  step of the gradient `undivided` (None: `gradient`), with the same scale. The factor is 1 if
-  nothing is divided or taken, or if the other step is 0.
+  `gradient` and `undivided` return gradients, inside of the branch that takes the step, so that XLA
+  computes them in the optimizer's loops. `step_divisor` divides the step, and `step_scale`
+  multiplies it. `factor` is the norm of the step, divided by the norm of the step without the
+  division. The same optimizer state makes this other step of `undivided` (None: `gradient`), with
+  the same scale. The factor is 1 if nothing is divided or taken, or if the other step is 0.
   """
   opt_state = sharding.to_device(opt_state)
   divisor = step_divisor / step_scale
+  is_one = isinstance(divisor, float) and divisor == 1
+  is_divided = undivided is not None or not is_one
 
   def undivided_norm():
-    step, _ = optimizer.update(undivided, opt_state, params)
+    step, _ = optimizer.update(undivided(), opt_state, params)
     return correction.norm(step)
 
   # A branch, and not a `where` of all arrays, for which XLA would keep copies of the old ones.
@@ -419,13 +423,15 @@ def optimize(
     other_norm = jax.lax.cond(take, undivided_norm, lambda: jnp.zeros(()))
 
   def taken():
-    step, new_opt_state = optimizer.update(gradient, opt_state, params)
-    own_norm = correction.norm(step) if other_norm is None else other_norm
-    own_norm *= step_scale
-    step = jax.tree.map(lambda x: x / divisor, step)
-    is_positive = own_norm > 0
-    share = correction.norm(step) / jnp.where(is_positive, own_norm, 1)
-    factor = jnp.where(is_positive, share, 1)
+    step, new_opt_state = optimizer.update(gradient(), opt_state, params)
+    factor = jnp.ones(())
+    if is_divided:
+      own_norm = correction.norm(step) if other_norm is None else other_norm
+      own_norm *= step_scale
+      step = jax.tree.map(lambda x: x / divisor, step)
+      is_positive = own_norm > 0
+      share = correction.norm(step) / jnp.where(is_positive, own_norm, 1)
+      factor = jnp.where(is_positive, share, 1)
     new_params = optax.apply_updates(params, step)
     before = optax.tree.cast(params, jnp.float32)
     after = jax.tree.map(_as_stored, new_params)
@@ -440,6 +446,8 @@ def optimize(
 
 def _as_stored(x):
   """Returns x in float32, rounded to its dtype: XLA may leave out the rounding of a cast."""
+  if x.dtype == jnp.float32:
+    return x
   info = jnp.finfo(x.dtype)
   return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 

@@ -392,6 +392,25 @@ class LogpTest(parameterized.TestCase):
     self.assertLen([op for op, size in moved if size > part], mesh.shape['data'] - 1, moved)
     self.assertEqual(moved.count(('all-gather', part)), 2, moved)
 
+  def test_head_computes_no_gradient_of_a_loss_that_reads_other_outputs(self):
+    """The backward pass would compute 0 * inf for the infinite x of a row."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    params = {'embed': make_params(config)['embed']}
+    x = jnp.ones((1, 4, 32)).at[0, 0].set(jnp.inf)
+    tokens = jnp.array([[1, 2, 3, 4]])
+
+    def head(params, x):
+      return decoder.token_logp(params, config, x, tokens, chunk=2)
+
+    (logp, _), pull = jax.vjp(head, params, x)
+    self.assertTrue(jnp.isnan(logp).any())
+    no_cotangent = jnp.zeros((1, 4))
+    gradients = pull((no_cotangent, no_cotangent))
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, (params, x)))
+    _, d_x = pull((no_cotangent, no_cotangent.at[0, 3].set(1.0)))
+    self.assertTrue(jnp.isfinite(d_x[0, 2]).all())
+    self.assertTrue((d_x[0, 2] != 0).any())
+
   def test_entropy_by_hand(self):
     # Logits all equal: entropy log V, every log-prob -log V; column 0 has neither.
     config = dataclasses.replace(CONFIG, tie_embeddings=True)
