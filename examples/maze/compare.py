@@ -6,9 +6,11 @@
 Each algorithm is tried at three rates with one seed, and then runs at its best rate with five other
 seeds. All runs start from the same policy. A record is appended to research/results/maze.jsonl when
 its run has ended. The same command continues after a stop, and repeats the run that was stopped.
+Processes with other --methods may run at the same time, one per core.
 """
 
 import argparse
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -44,6 +46,7 @@ METHODS = (
     ('ppo', 'partly'),
     ('st_ppo', 'partly'),
 )
+NAMES = tuple(dict.fromkeys(method for method, _ in METHODS))
 SAMPLES = 16  # episodes from each start in the last evaluation
 DRAWS = 10_000  # samples of the bootstrap
 
@@ -105,12 +108,14 @@ def first_jobs() -> list[Job]:
   return [Job(FIRST, observed, 0.0, 0) for observed in env.OBSERVED]
 
 
-def plan(path: pathlib.Path = RESULTS) -> Iterator[Job]:
+def plan(path: pathlib.Path = RESULTS, methods: Collection[str] = NAMES) -> Iterator[Job]:
   """Yields the runs without a record, one by one, because the search decides what follows."""
   for job in first_jobs():
     if job not in read_records(path):
       yield job
   for method, observed in METHODS:
+    if method not in methods:
+      continue
     for job in search_jobs(method, observed):
       if job not in read_records(path):
         yield job
@@ -186,12 +191,13 @@ def main() -> None:
   """Runs what has no record, or prints the tables."""
   parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
   parser.add_argument('--workdir', default='runs/maze', help='folder of the runs in progress')
+  parser.add_argument('--methods', nargs='+', choices=NAMES, default=NAMES, help='only these run')
   parser.add_argument('--summary', action='store_true', help='print the tables, run nothing')
   args = parser.parse_args()
   if args.summary:
     print(*summary(read_records()), sep='\n')
     return
-  for job in plan():
+  for job in plan(methods=args.methods):
     run(job, pathlib.Path(args.workdir))
     print(f'{job}: {read_records()[job]["sampled"]:.1f}', flush=True)
 
