@@ -196,6 +196,15 @@ class CompareTest(absltest.TestCase):
       self.assertLen(order, len(compare.first_jobs()) + num_runs)
       self.assertEmpty(list(compare.plan(path)))
 
+  def test_processes_share_the_runs_by_method(self):
+    path = pathlib.Path('no_such_file')
+    whole = list(compare.plan(path))
+    first = list(compare.plan(path, ['ppo', 's_ppo']))
+    second = list(compare.plan(path, ['st_ppo', 'turn_ppo', 'grpo']))
+    shared = compare.first_jobs()
+    self.assertCountEqual(first + second, whole + shared)
+    self.assertCountEqual(set(first) & set(second), shared)
+
   @pytest.mark.slow
   def test_run_leaves_its_record(self):
     job = compare.Job('st_ppo', 'partly', 1e-3, 0)
