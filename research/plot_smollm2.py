@@ -1,4 +1,4 @@
-"""Draws the runs of SmolLM2-135M: a line per run of research/study_smollm2.py, a row per design.
+"""Draws the runs of SmolLM2-135M: a line per run of research/study_smollm2.py, a row per grid.
 
 python -m research.plot_smollm2 --out=docs/figures/smollm2.png
 """
@@ -10,18 +10,22 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from research import study_smollm2
+from research.study import grid
 from research.study import results
 
 METHODS = {'st_ppo': ('ST-PPO', '#0072B2'), 'ppo': ('token PPO', '#D55E00')}
 STYLES = {3e-4: '-', 1e-4: '--'}  # by rate
-DESIGNS = {  # title -> grids
-    'batches two updates old, two steps': (study_smollm2.FIRST_DESIGN,),
-    'batches four updates old, four steps': (study_smollm2.SEARCH, study_smollm2.RUNS),
+GRIDS = {
+    study_smollm2.FIRST_DESIGN: 'batches two updates old, two steps',
+    study_smollm2.SEARCH: 'four updates old, four steps: search',
+    study_smollm2.RUNS: 'four updates old, four steps: seeds',
 }
 WINDOW = 5  # updates that the mean of the reward covers
 PANELS = {
     'train_score': f'reward, mean of {WINDOW} updates',
     'clip': 'clipped share of tokens',
+    'bias_norm': 'norm of the clipping bias',
+    'step': 'norm of an optimizer step',
     'entropy': 'entropy of the policy, nats',
 }
 
@@ -32,26 +36,30 @@ def main():
   args = parser.parse_args()
   matplotlib.use('Agg')
   plt.rcParams |= {'font.size': 9, 'axes.spines.top': False, 'axes.spines.right': False}
-  records = results.read(study_smollm2.RESULTS)
-  designs = {
-      title: [record for record in records if record['grid'] in grids]
-      for title, grids in DESIGNS.items()
-  }
-  designs = {title: own for title, own in designs.items() if own}
+  found = results.read(study_smollm2.RESULTS)
+  jobs = grid.plan(study_smollm2.get_study(), study_smollm2.get_config())
+  records = list(results.planned(jobs, found).values())
+  records += [record for record in found if record['grid'] == study_smollm2.FIRST_DESIGN]
+  own = {name: [record for record in records if record['grid'] == name] for name in GRIDS}
+  own = {name: records for name, records in own.items() if records}
   options = {'layout': 'constrained', 'squeeze': False}
-  figure, axes = plt.subplots(len(designs), 4, figsize=(12, 3 * len(designs)), **options)
-  for row, (title, own) in zip(axes, designs.items(), strict=True):
-    draw(row, title, own)
+  figure, axes = plt.subplots(len(own), 6, figsize=(17, 3 * len(own)), **options)
+  for row, (name, records) in zip(axes, own.items(), strict=True):
+    draw(row, GRIDS[name], records)
   figure.savefig(args.out, dpi=130)
 
 
 def draw(axes, title, records):
-  """Draws the records of a design on four axes."""
+  """Draws the records of a grid on its row of axes."""
+  labels = set()
   for record in records:
     name, colour = METHODS[record['method']]
     rate = record['overrides']['actor.lr']
-    label = f'{name}, rate {rate:g}, seed {record["seeds"][0]}'
-    style = {'color': colour, 'linestyle': STYLES[rate], 'label': label, 'linewidth': 1.5}
+    label = f'{name}, rate {rate:g}'
+    style = {'color': colour, 'linestyle': STYLES[rate], 'linewidth': 1.5}
+    if label not in labels:
+      style['label'] = label
+      labels.add(label)
     axes[0].plot(record['score']['steps'], record['score']['values'], marker='o', **style)
     for axis, (column, panel) in zip(axes[1:], PANELS.items(), strict=True):
       values = np.array(record['series'][column])
@@ -60,7 +68,9 @@ def draw(axes, title, records):
         values = np.convolve(values, np.ones(WINDOW) / WINDOW, 'valid')
         steps = steps[WINDOW - 1 :]
       axis.plot(steps, values, **style)
-      axis.set(title=panel, xlabel='update', ylim=(0, None))
+      axis.set(title=panel, xlabel='update')
+  for axis in axes[1:]:
+    axis.set_ylim(0)
   axes[0].set(title='held-out exact match, greedy', xlabel='update', ylabel=title, ylim=(0, 1))
   axes[1].set(ylim=(0, 1))
   axes[0].legend(frameon=False, loc='lower right', fontsize=8)
