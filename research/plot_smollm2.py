@@ -1,5 +1,7 @@
 """Draws the runs of SmolLM2-135M: a line per run of research/study_smollm2.py, a row per grid.
 
+Prints the rows of the table of docs/models.md, too.
+
 python -m research.plot_smollm2 --out=docs/figures/smollm2.png
 """
 
@@ -47,6 +49,8 @@ def main():
   for row, (name, records) in zip(axes, own.items(), strict=True):
     draw(row, GRIDS[name], records)
   figure.savefig(args.out, dpi=130)
+  for record in own.get(study_smollm2.SEARCH, []) + own.get(study_smollm2.RUNS, []):
+    print(table_row(record))
 
 
 def draw(axes, title, records):
@@ -74,6 +78,28 @@ def draw(axes, title, records):
   axes[0].set(title='held-out exact match, greedy', xlabel='update', ylabel=title, ylim=(0, 1))
   axes[1].set(ylim=(0, 1))
   axes[0].legend(frameon=False, loc='lower right', fontsize=8)
+
+
+def table_row(record):
+  """Returns a row of the table: scores, rewards of ten updates, and clipped shares."""
+  name, _ = METHODS[record['method']]
+  rewards = record['series']['train_score']
+  tens = [np.mean(rewards[i : i + 10]) for i in range(0, len(rewards) - 4, 10)]
+  clipped = record['series']['clip']
+  cells = [
+      name,
+      f'{record["overrides"]["actor.lr"]:g}',
+      str(record['seeds'][0]),
+      ', '.join(map(share, record['score']['values'])),
+      ', '.join(map(share, tens)),
+      f'{np.mean(clipped):.1%}, {max(clipped):.0%}',
+  ]
+  return f'| {" | ".join(cells)} |'
+
+
+def share(x):
+  """Returns a number below 1 with two decimals."""
+  return f'{x:.2f}'.lstrip('0')
 
 
 if __name__ == '__main__':
