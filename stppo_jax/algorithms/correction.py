@@ -135,7 +135,7 @@ class DividedGradient(NamedTuple):
 
   # Functions, so that XLA computes the scaled trees in the loops of the optimizer that reads them.
   gradient: Callable[[], Any]  # the gradient for the optimizer
-  undivided: Callable[[], Any]  # the gradient for the optimizer without the division
+  undivided: Callable[[], Any] | None  # without the division; None: nothing is divided
   step_divisor: jax.Array | float  # divides the optimizer's step
   norm_before_clip: jax.Array  # [] the norm that the clip bounds
   norm: jax.Array  # [] the norm of `gradient`

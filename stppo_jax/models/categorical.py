@@ -20,7 +20,7 @@ def softcap(x: jax.Array, cap: float) -> jax.Array:
 class Statistics(NamedTuple):
   """What `statistics` finds, all [..]."""
 
-  logp: jax.Array  # of the token; 0 if no column has it
+  logp: jax.Array  # log-prob of the token; 0 if no column has it
   entropy: jax.Array
   peak: jax.Array  # the largest logit
   log_sum: jax.Array  # the log-sum-exp of the logits, less the peak

@@ -412,14 +412,16 @@ def optimize(
   is_one = isinstance(divisor, float) and divisor == 1
   is_divided = undivided is not None or not is_one
 
-  def undivided_norm():
-    step, _ = optimizer.update(undivided(), opt_state, params)
-    return correction.norm(step)
-
   # A branch, and not a `where` of all arrays, for which XLA would keep copies of the old ones.
   # The norm has a branch of its own, so that both steps are not in memory together.
   other_norm = None
   if undivided is not None:
+    other_gradient = undivided
+
+    def undivided_norm():
+      step, _ = optimizer.update(other_gradient(), opt_state, params)
+      return correction.norm(step)
+
     other_norm = jax.lax.cond(take, undivided_norm, lambda: jnp.zeros(()))
 
   def taken():

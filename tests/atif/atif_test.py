@@ -353,7 +353,7 @@ class ReaderTest(parameterized.TestCase):
       ({'extra': {'trainable': True}}, None, False),
   )
   def test_masked_turn_is_context(self, fields, logp, is_masked):
-    """Its log-probs are unknown, or its author masks it. Without another turn nothing is trained."""
+    """Its log-probs are unknown, or it is marked. Without another turn nothing is trained."""
     tokenizer = tiny()
     asked = tokenizer.encode('go')
     odd = [tokenizer.encode(c)[0] for c in 'hi']
