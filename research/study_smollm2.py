@@ -69,6 +69,8 @@ def main() -> int:
   parser.add_argument('--workdir', required=True, help='folder of the runs')
   parser.add_argument('--jobs', type=int, default=0, help='runs at the same time; 0: one per core')
   args = parser.parse_args()
+  if args.jobs < 0:
+    parser.error(f'--jobs={args.jobs}: must be at least 0, which is one per core')
   logging.set_verbosity(logging.INFO)
   stop = threading.Event()
   signal.signal(signal.SIGTERM, lambda *_: stop.set())

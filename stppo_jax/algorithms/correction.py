@@ -172,21 +172,23 @@ def divide(
     g_divided = jax.tree.map(lambda x: x / divisor, g)
     return _add(g_divided, rest)
 
-  whole_norm = norm(whole())
-  undivided = lambda: clip(whole(), whole_norm, max_norm)
-  undivided_norm = jnp.minimum(whole_norm, max_norm)
+  def undivided():
+    return clip(whole(), whole_norm, max_norm)
 
+  def divided():
+    return clip(quotient(), norm_before_clip, max_norm)
+
+  whole_norm = norm(whole())
+  undivided_norm = jnp.minimum(whole_norm, max_norm)
+  norm_before_clip = whole_norm
+  gradient = divided
   step_divisor: jax.Array | float = 1.0
   if order == 'before_clip':
     norm_before_clip = norm(quotient())
-    gradient = lambda: clip(quotient(), norm_before_clip, max_norm)
     optimizer_norm = jnp.minimum(norm_before_clip, max_norm)
   elif order == 'after_clip':
-    norm_before_clip = whole_norm
-    gradient = lambda: clip(quotient(), whole_norm, max_norm)
-    optimizer_norm = norm(gradient())
+    optimizer_norm = norm(divided())
   elif order == 'step':
-    norm_before_clip = whole_norm
     gradient = undivided
     optimizer_norm = undivided_norm
     step_divisor = divisor

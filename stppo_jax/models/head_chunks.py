@@ -42,7 +42,7 @@ def head_logp_and_entropy(
 class _Head:
   """The settings of a head that are no arrays."""
 
-  dtype: jnp.dtype  # that products are computed in
+  dtype: jnp.dtype  # products are computed in it, with sums in float32
   vocab_size: int
   row_sharding: jax.sharding.NamedSharding | None
   softcap: float
@@ -80,8 +80,8 @@ def _forward(head, x, chunks, ids, tokens, temperature):
   log_sum = jax.nn.logsumexp(log_sums, axis=0)
   log_share = log_sums - log_sum
   num_chunks, chunk_size = chunks.shape[:2]
-  columns = chunk_size // _num_shards(head.row_sharding)  # that a shard has of a chunk, see `_cut`
-  is_in_chunk = tokens // columns % num_chunks == jnp.arange(num_chunks)[:, None]
+  shard_size = chunk_size // _num_shards(head.row_sharding)  # see `_cut`
+  is_in_chunk = tokens // shard_size % num_chunks == jnp.arange(num_chunks)[:, None]
   logp = jnp.where(is_in_chunk, found.logp + log_share, 0)
   logp = jnp.sum(logp, axis=0)
   entropy = jnp.exp(log_share) * (found.entropy - log_share)

@@ -370,7 +370,10 @@ def _apply(inputs, divided, value_gradient, is_finite, has_gradient, step_scale)
   }
   if spec.critic is not None:
     norm = correction.norm(value_gradient)
-    gradient = lambda: correction.clip(value_gradient, norm, spec.critic_clip)
+
+    def gradient():
+      return correction.clip(value_gradient, norm, spec.critic_clip)
+
     optimizer = spec.critic_optimizer
     critic = optimize(optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)

@@ -372,7 +372,7 @@ class TwoProcessesTest(absltest.TestCase):
       self.assertEqual([process.wait(600) for process in two], [0, 0])
       self.assertIn('| all ', self.said(two[0]))
       self.assertNotIn('| all ', self.said(two[1]))
-    with self.subTest('one process on one device goes on where two were'):
+    with self.subTest('one process on one device resumes the run of two'):
       newest = max(int(path.name) for path in saved.parent.iterdir() if path.name.isdigit())
       alone = self.start('two', 1, f'--config.train.updates={newest + 1}')
       self.assertEqual(alone.wait(600), 0, self.said(alone))

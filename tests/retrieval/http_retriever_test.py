@@ -180,7 +180,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertLen(questions, 4)
 
   def test_threads_share_requests_in_flight(self):
-    """The default is one request at a time, because FAISS on GPUs bears no more."""
+    """The default is one request at a time, because FAISS on GPUs allows no more."""
     going, most = [], []
 
     def answer(question, unused_number):
