@@ -96,20 +96,18 @@ def running(
   except ImportError as error:
     raise UserError(f'the gateway needs {error.name}: pip install ".[serve]"') from error
   settings = config.serve
-  service = service_lib.Service(
-      scheduler,
-      tokenizer,
-      config.name,
-      settings.tool_form,
-      config.model.chat_template_kwargs,
+  rules = service_lib.ServiceSettings(
+      name=config.name,
+      tool_form=settings.tool_form,
+      template_kwargs=config.model.chat_template_kwargs,
       plain_logp=settings.logprobs_mode == 'raw_logprobs',
-      grammars=scheduler.grammars,
       forces_in_sessions=settings.forced_choice == 'auto',
       recording=sessions.Recording(
           settings.max_rows, settings.thoughts == 'keep', config.env.branch_credit == 'program'
       ),
       turn_end=turn_end,
   )
+  service = service_lib.Service(scheduler, tokenizer, rules)
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
   with scheduler, contextlib.closing(service):
     app = server_lib.GatewayApp(service, limits, os.environ.get('STPPO_API_KEY', ''))

@@ -174,7 +174,7 @@ class GatewayApp(http_server.HttpApp):
     session = self._session(request)
     agent = sessions.NO_AGENT if session is None else _client_agent(request.headers)
     answer = await self.service.begin(body, session, agent)
-    writer = make_writer(self.service.name, body, answer)
+    writer = make_writer(self.service.settings.name, body, answer)
     if body.stream:
       return _EventStream(answer, writer.events())
     try:
@@ -204,7 +204,7 @@ class GatewayApp(http_server.HttpApp):
 
   def _model_fields(self) -> Json:
     return {
-        'id': self.service.name,
+        'id': self.service.settings.name,
         'object': 'model',
         'created': 0,
         'owned_by': 'stppo-jax',

@@ -35,6 +35,19 @@ from stppo_jax.text import tool_calls
 Body = api.ChatBody | api.TextBody
 
 
+@dataclasses.dataclass(frozen=True)
+class ServiceSettings:
+  """The rules by which a service reads requests and answers them."""
+
+  name: str  # of the model, in requests and answers
+  tool_form: str = tool_calls.AUTO
+  template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+  plain_logp: bool = True  # False: log-probs of the distribution that was drawn from
+  forces_in_sessions: bool = True  # False: a forced choice is an error in a session
+  recording: sessions.Recording = sessions.Recording()
+  turn_end: stop_strings.TurnEnd = stop_strings.UNLIMITED  # where a client gives none
+
+
 class Service:
   """A model behind the gateway, with its sessions. Requests come from one event loop."""
 
@@ -42,25 +55,12 @@ class Service:
       self,
       scheduler: scheduler_lib.Scheduler,
       tokenizer: tokenizer_lib.Tokenizer,
-      name: str,
-      tool_form: str = tool_calls.AUTO,
-      template_kwargs: Mapping[str, object] | None = None,  # arguments of the chat template
-      plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
-      grammars: grammars_lib.Grammars | None = None,  # those of the scheduler
-      forces_in_sessions: bool = True,  # False: a forced choice is an error in a session
-      recording: sessions.Recording | None = None,
-      turn_end: stop_strings.TurnEnd = stop_strings.UNLIMITED,  # where a client gives none
+      settings: ServiceSettings,
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
-    self.name = name
-    self.tool_form = tool_calls.form_name(tool_form, tokenizer.render)
-    self.template_kwargs = dict(template_kwargs or {})
-    self._plain_logp = plain_logp
-    self._grammars = grammars
-    self._forces_in_sessions = forces_in_sessions
-    self._recording = recording or sessions.Recording()
-    self._turn_end = turn_end
+    self.settings = settings
+    self.tool_form = tool_calls.form_name(settings.tool_form, tokenizer.render)
     self.template = template_lib.Template(
         tokenizer, scheduler.max_total, self.tool_form, scheduler.vocab_size, limits_prompts=True
     )
@@ -77,7 +77,7 @@ class Service:
   def open_session(self, key: jax.Array, sampling: sessions.Sampling) -> sessions.Session:
     """Starts a session, whose name nobody can guess."""
     name = secrets.token_hex(16)
-    session = sessions.Session(self.template, key, sampling, name, self._recording)
+    session = sessions.Session(self.template, key, sampling, name, self.settings.recording)
     self._sessions[name] = session
     return session
 
@@ -133,8 +133,9 @@ class Service:
 
   def _check(self, body: Body, session: sessions.Session | None) -> None:
     """Raises RequestError for a request that this model or session cannot answer."""
-    if self.template_kwargs | body.chat_template_kwargs != self.template_kwargs:
-      message = f"must be the server's, {self.template_kwargs}, or left out"
+    template_kwargs = dict(self.settings.template_kwargs)
+    if template_kwargs | body.chat_template_kwargs != template_kwargs:
+      message = f"must be the server's, {template_kwargs}, or left out"
       raise _invalid('chat_template_kwargs', message)
     eos_ids = () if body.ignore_eos else self.tokenizer.eos_ids
     if not set(body.stop_token_ids) <= set(eos_ids):
@@ -158,7 +159,7 @@ class Service:
 
   def _check_forced(self, body: api.ChatBody, session: sessions.Session | None) -> None:
     """Raises RequestError for a forced answer in a session that has none."""
-    if session is not None and not self._forces_in_sessions:
+    if session is not None and not self.settings.forces_in_sessions:
       param = 'tool_choice' if body.forced_functions else 'response_format'
       message = (
           'the trainer needs the log-probs of the distribution that was drawn from, without forced '
@@ -175,7 +176,7 @@ class Service:
       if body.num_top > 1:
         raise _invalid(param, 'ask for at most 1 in a session')
     is_tempered = body.temperature not in (0, 1) or body.top_p < 1
-    if body.num_top and session is None and is_tempered and not self._plain_logp:
+    if body.num_top and session is None and is_tempered and not self.settings.plain_logp:
       message = (
           'likeliest tokens are those of the model: use temperature=1 and top_p=1, or start the '
           'server with --config.serve.logprobs_mode=raw_logprobs'
@@ -192,8 +193,8 @@ class Service:
 
   def check_model(self, name: str, session: sessions.Session | None) -> None:
     """Raises RequestError for another model's name outside a session."""
-    if session is None and name not in ('', self.name):
-      message = f'there is no model {name[:80]!r}, but {self.name!r}'
+    if session is None and name not in ('', self.settings.name):
+      message = f'there is no model {name[:80]!r}, but {self.settings.name!r}'
       raise http_server.RequestError(404, message, 'model_not_found', 'model')
 
   async def _encode_in_thread(
@@ -237,8 +238,8 @@ class Service:
         plans += [sessions.RequestPlan(ids, key) for key in keys]
       grammar = self._grammar(body, plans[0].ids)
       if grammar:
-        assert self._grammars is not None
-        self._grammars.start(grammar)  # compiles it here, or rejects it
+        assert self.scheduler.grammars is not None
+        self.scheduler.grammars.start(grammar)  # compiles it here, or rejects it
       return plans, grammar
     if isinstance(body, api.ChatBody):
       first = session.plan(self._conversation(body), body.offered_tools, agent)
@@ -251,14 +252,14 @@ class Service:
     """Returns the grammar of an answer; empty: none. Raises ValueError, and Missing."""
     if not isinstance(body, api.ChatBody) or not body.is_forced:
       return ''
-    assert self._grammars is not None
+    assert self.scheduler.grammars is not None
     schema = body.response_format.schema_of_text
     functions = body.forced_functions
     if functions:
       schema = None
     else:
       functions = [tool['function'] for tool in body.offered_tools]
-    return self._grammars.of_answer(
+    return self.scheduler.grammars.of_answer(
         self.tool_form,
         functions,
         schema,
@@ -320,7 +321,7 @@ class Service:
           in_thought=self.tokenizer.opening(plan.ids) != '',
           ignore_eos=body.ignore_eos,
           grammar=grammar,
-          plain_logp=self._plain_logp and session is None,
+          plain_logp=self.settings.plain_logp and session is None,
           owner=owner,
       )
       text = answers.TurnText(
@@ -341,7 +342,7 @@ class Service:
     A forced answer has no stop strings by default, because its text may hold them. With
     `ignore_eos` the client alone says where the answer ends.
     """
-    end = self._turn_end if session is None else stop_strings.UNLIMITED
+    end = self.settings.turn_end if session is None else stop_strings.UNLIMITED
     if body.stop is not None or grammar or body.ignore_eos:
       own = tuple(body.stop or ())
       end = dataclasses.replace(end, stop_strings=own, skips_thoughts=False)

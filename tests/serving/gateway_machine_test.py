@@ -176,13 +176,12 @@ class Program:
     self.plans = []
 
   def run(self, num_requests=14):
-    self.service = service_lib.Service(
-        self.decoder,
-        self.tokenizer,
+    settings = service_lib.ServiceSettings(
         'tiny',
-        'auto' if self.form != 'none' else 'hermes',
+        tool_form='auto' if self.form != 'none' else 'hermes',
         recording=sessions.Recording(max_rows=1000),
     )
+    self.service = service_lib.Service(self.decoder, self.tokenizer, settings)
     self.app = server_lib.GatewayApp(self.service, http_server.ServerLimits(), '')
     with http_server.Server(self.app, '127.0.0.1', 0) as server, contextlib.closing(self.service):
       sampling = sessions.Sampling(max_turn=400)

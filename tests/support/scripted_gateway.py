@@ -72,14 +72,10 @@ def session(turns, forced='refuse'):
   """Yields (address of a session, session, scheduler) of a model that says these turns."""
   tokenizer = tokenizer_lib.load_tokenizer(prepare.EMBEDDED_MODEL)
   scheduler = ScriptedScheduler(tokenizer, turns)
-  service = service_lib.Service(
-      scheduler,
-      tokenizer,
-      'tiny',
-      'hermes',
-      recording=sessions.Recording(),
-      forces_in_sessions=forced == 'auto',
+  settings = service_lib.ServiceSettings(
+      'tiny', tool_form='hermes', forces_in_sessions=forced == 'auto'
   )
+  service = service_lib.Service(scheduler, tokenizer, settings)
   app = server_lib.GatewayApp(service, http_server.ServerLimits(), '')
   with http_server.Server(app, '127.0.0.1', 0) as server:
     opened = service.open_session(jax.random.key(0), sessions.Sampling(max_turn=4000))
