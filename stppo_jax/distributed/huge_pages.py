@@ -1,8 +1,8 @@
 """Memory in pages of 2 MB, which glibc requests if an environment variable is set at start.
 
 On a CPU XLA allocates hundreds of megabytes per call and frees them afterwards, with a page fault
-per 4 kB. Huge pages make an update 1.4 times as fast (measured in BUILD_NOTES.md). Linux provides
-them where `transparent_hugepage` is `madvise`, the usual setting, or `always`.
+per 4 kB. Huge pages make an update 1.4 times as fast (measured in docs/dev/notes/0.8.md). Linux
+provides them where `transparent_hugepage` is `madvise`, the usual setting, or `always`.
 """
 
 import os
