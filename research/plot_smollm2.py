@@ -1,6 +1,6 @@
 """Draws the runs of SmolLM2-135M: a line per run of research/study_smollm2.py, a row per grid.
 
-Prints the rows of the table of docs/models.md, too.
+Prints the rows of the table of docs/models.md and the means over seeds, too.
 
 python -m research.plot_smollm2 --out=docs/figures/smollm2.png
 """
@@ -10,6 +10,7 @@ import argparse
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from scipy import stats
 
 from research import study_smollm2
 from research.study import grid
@@ -49,8 +50,11 @@ def main():
   for row, (name, records) in zip(axes, own.items(), strict=True):
     draw(row, GRIDS[name], records)
   figure.savefig(args.out, dpi=130)
-  for record in own.get(study_smollm2.SEARCH, []) + own.get(study_smollm2.RUNS, []):
+  runs = own.get(study_smollm2.RUNS, [])
+  for record in own.get(study_smollm2.SEARCH, []) + runs:
     print(table_row(record))
+  for line in means(runs):
+    print(line)
 
 
 def draw(axes, title, records):
@@ -95,6 +99,36 @@ def table_row(record):
       f'{np.mean(clipped):.1%}, {max(clipped):.0%}',
   ]
   return f'| {" | ".join(cells)} |'
+
+
+def means(records):
+  """Yields means over seeds, and differences of the two methods in the seeds that both have."""
+  measures = {
+      'last score': lambda record: record['score']['values'][-1],
+      'reward of the last ten updates': lambda record: np.mean(
+          record['series']['train_score'][-10:]
+      ),
+      'reward of all updates': lambda record: np.mean(record['series']['train_score']),
+  }
+  for measure, function in measures.items():
+    values = {method: {} for method in METHODS}
+    for record in records:
+      values[record['method']][record['seeds'][0]] = function(record)
+    for method, by_seed in values.items():
+      yield f'{measure}, {METHODS[method][0]}: {interval(list(by_seed.values()))}'
+    first, second = values.values()
+    both = sorted(first.keys() & second.keys())
+    differences = [first[seed] - second[seed] for seed in both]
+    yield f'{measure}, difference by seed: {interval(differences)}'
+
+
+def interval(values):
+  """Returns the mean of one value per seed with Student's 95% interval, as text."""
+  text = f'{np.mean(values):.3f}, {len(values)} seeds'
+  if len(values) > 1:
+    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    text += f', 95% [{low:.3f}, {high:.3f}]'
+  return text
 
 
 def share(x):
