@@ -91,6 +91,14 @@ class EnvSettings(Section):
     """Whether an agent program plays the episodes."""
     return self.kind.startswith(('gateway:', 'verifiers:'))
 
+  @property
+  def turn_limit(self) -> int | None:
+    """The most turns of an episode; None: the classes of the environments decide."""
+    is_built_in = self.kind in ('search', 'tools') and not self.mix
+    if not is_built_in or self.options.keys() & {'max_searches', 'max_turns'}:
+      return None
+    return self.max_searches + 1
+
 
 @dataclasses.dataclass
 class RetrieverSettings(Section):

@@ -121,8 +121,9 @@ GROUPS: dict[str, dict[str, str]] = {
             'after the 16th have none.'
         ),
         'stppo/ess_share': (
-            'Effective sample size of the episodes as a share of their number, by their weights '
-            'from the sampler to the current policy. Near 0: few episodes decide.'
+            'Effective sample size of the rows as a share of their number, by their weights '
+            'from the sampler to the current policy. Near 0: few rows decide. An episode of an '
+            'agent program can have several rows.'
         ),
         'stppo/dropped_tokens': 'Share of tokens that filters dropped from the loss.',
     },

@@ -123,7 +123,10 @@ def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   prefills = -(-config.train.episodes // sampler.prefill_rows)
   chunk = sampler.chunk_buckets[-1]
   observation_chunks = -(-lengths.max_observation // chunk)
-  chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
+  turns = config.env.turn_limit
+  if turns is None:  # Choice: all turns and observations are as long as allowed.
+    turns = -(-lengths.max_total // (lengths.max_turn + lengths.max_observation))
+  chunks = -(-lengths.max_prompt // chunk) + (turns - 1) * observation_chunks
   cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
   training_state = held['critic'] + held['optimizers'] + bytes_ahead(plan)
@@ -174,4 +177,6 @@ def bytes_ahead(plan: Any) -> int:
 def tokens_per_episode(config: Config) -> int:
   """Returns the number of tokens that an episode samples, at most."""
   rollout = config.rollout
-  return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)
+  if config.env.turn_limit is None:
+    return rollout.max_total
+  return min(config.env.turn_limit * rollout.max_turn, rollout.max_total)

@@ -39,7 +39,7 @@ Body = api.ChatBody | api.TextBody
 class ServiceSettings:
   """The rules by which a service reads requests and answers them."""
 
-  name: str  # of the model, in requests and answers
+  name: str  # the model's, in requests and answers
   tool_form: str = tool_calls.AUTO
   template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
   plain_logp: bool = True  # False: log-probs of the distribution that was drawn from

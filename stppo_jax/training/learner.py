@@ -523,7 +523,7 @@ def make_spec(
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,
-      num_logged_turns=min(config.env.max_searches + 1, LOGGED_TURNS),
+      num_logged_turns=min(config.env.turn_limit or LOGGED_TURNS, LOGGED_TURNS),
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=routing_replay,

@@ -198,6 +198,15 @@ class SettingsTest(parameterized.TestCase):
     config = tiny_run.replace(schema.Config(), values)
     self.assertEqual(len(objective.make_variant(config).value_labels), 51)
 
+  def test_environments_of_a_mix_decide_about_bins(self):
+    own = {'kind': 'search', 'reward': 'own:reward', 'name': 'own'}
+    values = {'algorithm.variant': 'hl_gauss_ppo', 'env.mix': (own,)}
+    values |= {'algorithm.value_low': 10.0, 'algorithm.value_high': 30.0}
+    objective.make_variant(tiny_run.replace(schema.Config(), values))
+    values['env.mix'] = (own, {'kind': 'tools', 'reward': 'f1'})
+    with self.assertRaisesRegex(UserError, "rewards of 'f1' are from 0 to 1"):
+      objective.make_variant(tiny_run.replace(schema.Config(), values))
+
 
 class RunTest(absltest.TestCase):
 

@@ -468,8 +468,15 @@ class MakeVariantTest(parameterized.TestCase):
   def test_metrics_of_turns_are_bounded(self):
     config = schema.Config()
     variant = objective.make_variant(validation.validate(config))
-    for searches, expected in ((3, 4), (200, 16)):
-      config.env.max_searches = searches
+    environments = (
+        ({'max_searches': 3}, 4),
+        ({'max_searches': 200}, 16),
+        ({'kind': 'guess:Guess'}, 16),  # a class may play more turns than the search environment
+        ({'options': {'max_turns': 9}, 'kind': 'tools'}, 16),
+        ({'mix': ({'kind': 'search'}, {'kind': 'guess:Guess'})}, 16),
+    )
+    for settings, expected in environments:
+      config.env = schema.EnvSettings(**settings)
       spec = learner.make_spec(
           config, variant, presets.PRESETS['qwen2.5-7b'], None, sharding.make_mesh(1, 1, 1)
       )

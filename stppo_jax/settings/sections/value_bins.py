@@ -2,6 +2,7 @@
 
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
+from stppo_jax.settings.sections import mix
 from stppo_jax.systems import hl_gauss
 from stppo_jax.types import UserError
 
@@ -30,9 +31,11 @@ def check(config: Config, variant: Variant) -> None:
         f'are within +-score_clip={clip:g} (0: any size): set --config.algorithm.score_clip=1, '
         'value_low=-2 and value_high=2'
     )
-  has_known_reward = config.env.kind in ('search', 'tools') and ':' not in config.env.reward
-  if has_known_reward and not low <= 0 <= 1 <= high:
-    raise UserError(
-        f'{given}: these bins represent returns from {low:g} to {high:g}, and the rewards of '
-        f'{config.env.reward!r} are from 0 to 1: lower value_low, and raise value_high'
-    )
+  environments = [member.config.env for member in mix.environments(config)] or [config.env]
+  for env in environments:
+    has_known_reward = env.kind in ('search', 'tools') and ':' not in env.reward
+    if has_known_reward and not low <= 0 <= 1 <= high:
+      raise UserError(
+          f'{given}: these bins represent returns from {low:g} to {high:g}, and the rewards of '
+          f'{env.reward!r} are from 0 to 1: lower value_low, and raise value_high'
+      )
