@@ -7,7 +7,6 @@ of the mean difference over these questions.
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
-import glob
 import os
 from typing import Any
 
@@ -17,8 +16,12 @@ from stppo_jax import types
 from stppo_jax.evaluation import records
 from stppo_jax.evaluation import statistics
 from stppo_jax.evaluation import table
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import provenance
+from stppo_jax.monitoring import report
+from stppo_jax.monitoring import scores
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import saved
 from stppo_jax.types import UserError
@@ -42,10 +45,10 @@ def text(first: str, second: str) -> str:
   first_episodes = read_episodes(first_path)
   second_episodes = read_episodes(second_path)
   parts = [f'A: {first_path}\nB: {second_path}', table_of_settings]
-  scores = _score_rows(first_episodes, second_episodes)
-  if len(scores) > 1:
+  score_rows = _score_rows(first_episodes, second_episodes)
+  if len(score_rows) > 1:
     parts += [
-        table.aligned(scores),
+        table.aligned(score_rows),
         f'In brackets: {statistics.LEVEL:.0%} intervals of a bootstrap over the questions.',
     ]
   else:
@@ -68,9 +71,12 @@ def read_settings(folder: str) -> dict[str, object]:
 
 def newest_episodes(folder: str) -> str:
   """Returns the file with the newest held-out episodes of a run or of an evaluation folder."""
-  place = glob.escape(folder)
-  paths = sorted(glob.glob(f'{place}/episodes/eval_*.jsonl'))
-  paths += glob.glob(f'{place}/episodes.jsonl')
+  files = report.episode_files(folder, metrics_lib.read_metrics(folder))
+  updates = [update for kind, update in files if kind == 'eval']
+  paths = [episodes_lib.record_path(folder, 'eval', update) for update in updates]
+  path = os.path.join(folder, 'episodes.jsonl')  # of an evaluation folder
+  if os.path.exists(path):
+    paths.append(path)
   if not paths:
     raise UserError(
         f'{folder} has no held-out episodes: give the workdir of a run, or an evaluation folder '
@@ -125,24 +131,43 @@ def _setting_rows(first: Settings, second: Settings) -> Rows:
 
 def _score_rows(first: Episodes, second: Episodes) -> Rows:
   rows: Rows = [('score', 'questions', 'A', 'B', 'B - A')]
-  metrics = dict.fromkeys(name for episode in first for name in episode.core_metrics)
   others = records.samples_by_agent(second)
+  metrics = dict.fromkeys(name for episode in first for name in episode.core_metrics)
   for prefix, samples in records.samples_by_agent(first).items():
-    other_samples = others.get(prefix, {})
-    shared = samples.keys() & other_samples.keys()
-    if not shared:
-      continue
     for metric in [*metrics, 'score']:
-      estimates = paired(samples, other_samples, metric)
-      cells = map(table.cell, estimates)
-      rows.append((prefix + metric, str(len(shared)), *cells))
+      own = _with_metric(samples, metric)
+      other = _with_metric(others.get(prefix, {}), metric)
+      shared = [name for name in own.keys() & other.keys() if _is_same(own[name], other[name])]
+      if shared:
+        own = {name: own[name] for name in shared}
+        cells = map(table.cell, paired(own, other, metric))
+        rows.append((prefix + metric, str(len(shared)), *cells))
   return rows
+
+
+def _with_metric(samples: Samples, metric: str) -> Samples:
+  """Returns the questions whose environment has a metric, which may be one of a mix."""
+  if metric == 'score':
+    return samples
+  names = set()
+  for episodes in samples.values():
+    names |= {episode.task.environment for episode in episodes if metric in episode.core_metrics}
+  return {
+      question: episodes
+      for question, episodes in samples.items()
+      if episodes[0].task.environment in names
+  }
+
+
+def _is_same(first: Episodes, second: Episodes) -> bool:
+  """Returns whether samples have the same question: ids such as `test-1` are those of a file."""
+  return first[0].task.question == second[0].task.question
 
 
 def _outcome_rows(first: Episodes, second: Episodes) -> Rows:
   rows: Rows = [('outcome', 'A', 'B')]
-  first_counts = outcomes.count(first)
-  second_counts = outcomes.count(second)
+  first_counts = outcomes.count(list(map(scores.alone, first)))
+  second_counts = outcomes.count(list(map(scores.alone, second)))
   for name, number in first_counts.items():
     second_number = second_counts[name]
     rows.append((name, str(number), str(second_number)))

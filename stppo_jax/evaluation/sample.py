@@ -42,7 +42,7 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   own_sampler = dataclasses.replace(config.rollout, engine='')
   agent_config = dataclasses.replace(config, rollout=own_sampler)
   agent = agents.make_agent(agent_config, components, loaded.model, mesh)
-  batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_signal)
+  batches = run_lib.make_batches(agent_config, agent, lambda params: params, questions, stop_signal)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)
   logging.info('%s plays %d batches of %d questions', loaded.description, num_batches, per_batch)

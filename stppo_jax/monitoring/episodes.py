@@ -151,8 +151,8 @@ def _part_metrics(episodes, num_tokens):
     metrics['score/mean'] = _mean(scores)
     metrics['agent_turns/mean'] = _mean(num_turns)
     metrics['agent_tokens/mean'] = own_tokens / len(rows)
-    for name in rows[0].core_metrics:
-      values = [row.metrics.get(name, 0.0) for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row.core_metrics):
+      values = [row.metrics.get(name, 0.0) for row in rows if name in row.core_metrics]
       metrics[f'{name}/mean'] = _mean(values)
   return metrics
 

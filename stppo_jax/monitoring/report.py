@@ -12,6 +12,7 @@ import collections
 from collections.abc import Sequence
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -93,7 +94,7 @@ def page_data(workdir: str) -> dict[str, object]:
   """Returns what the page shows, as JSON values. Whatever does not exist yet is left out."""
   rows = _merge_only_dataset(metrics.read_metrics(workdir))
   config = workdir_lib.read_config(workdir)
-  groups = _episode_groups(workdir, _first_alarms(rows))
+  groups = _episode_groups(workdir, rows)
   settings = workdir_lib.flatten(config)
   for name, value in config.get('objective', {}).items():
     settings[f'algorithm.{name}'] = value
@@ -101,8 +102,9 @@ def page_data(workdir: str) -> dict[str, object]:
   highlights = []
   for name in _HIGHLIGHTS:
     value = settings.get(name)
-    if name == 'env.kind' and mix:
-      value = ', '.join(item['kind'] for item in mix)
+    if mix and name.startswith('env.'):
+      own = [item.get(name.removeprefix('env.'), value) for item in mix]
+      value = ', '.join(map(str, dict.fromkeys(own)))
     if value not in (None, '') and not isinstance(value, list):
       highlights.append([name, str(value)])
   folder_name = os.path.basename(os.path.abspath(workdir))
@@ -120,7 +122,7 @@ def page_data(workdir: str) -> dict[str, object]:
       'settings': {name: json.dumps(value) for name, value in settings.items()},
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
-      'files': episode_files(workdir),
+      'files': episode_files(workdir, rows),
       'groups': [_pick(group, 'label', 'shown', 'total') for group in groups],
       'episodes': [episode for group in groups for episode in group['episodes']],
   }
@@ -248,35 +250,46 @@ def _main_score_name(rows: list[dict[str, object]]) -> str:
   """Returns the name of the main score, such as em.
 
   It is a score that is also given by hops. Without one it is exact match, then any core metric,
-  then the reward.
+  then the reward. Each data set has it, so the environments of a mix have it in common.
   """
-  matches = _scores(rows)
-  by_hops = sorted(match['name'] for match in matches if match['hops'])
+  matches = [match for match in _scores(rows) if match[1] == 'core']
+  names_by_part: dict[str, set[str]] = collections.defaultdict(set)
+  for match in matches:
+    if match['part'] != 'macro' and not match['hops']:
+      names_by_part[match['part']].add(match['name'])
+  names = set.intersection(*names_by_part.values()) if names_by_part else set()
+  by_hops = sorted(match['name'] for match in matches if match['hops'] and match['name'] in names)
   if by_hops:
     return by_hops[0]
-  names = {match['name'] for match in matches}
   return min(names, key=lambda name: (name == 'score', name != 'em', name), default='score')
 
 
 # Episodes.
 
 
-def episode_files(workdir: str) -> list[tuple[str, int]]:
-  """Returns (kind, update) of the files of episodes, by update."""
+def episode_files(workdir: str, rows: Sequence[dict[str, Any]] = ()) -> list[tuple[str, int]]:
+  """Returns (kind, update) of the files of episodes, by update.
+
+  With `rows`, the lines of metrics.jsonl, files of later updates are left out. The run has gone
+  back to an earlier checkpoint, and these updates belong to the abandoned part.
+  """
+  last = max((row['step'] for row in rows), default=math.inf)
   folder = os.path.join(workdir, 'episodes')
   names = os.listdir(folder) if os.path.isdir(folder) else []
   files = []
   for name in names:
     if match := re.fullmatch(r'(train|eval)_(\d+)\.jsonl', name):
       files.append((match[1], int(match[2])))
+  files = [file for file in files if file[1] <= last]
   return sorted(files, key=lambda file: (file[1], file[0]))
 
 
-def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[EpisodeGroup]:
+def _episode_groups(workdir: str, rows: Rows) -> list[EpisodeGroup]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
-  files = episode_files(workdir)
+  alarms = _first_alarms(rows)
+  files = episode_files(workdir, rows)
   train = [step for kind, step in files if kind == 'train']
   evaluations = [step for kind, step in files if kind == 'eval']
   chosen = []
@@ -322,7 +335,9 @@ def episode_group(
         lengths = {len(episode[name]) for name in ('tokens', 'pieces', 'turn_ids')}
         if len(lengths) > 1:
           raise ValueError('tokens, pieces and turn_ids differ in length')
-        key = (episode.get('task'), episode.get('of_episode', f'line {start}'))
+        number = episode.get('of_episode', f'line {start}')
+        # Sampled episodes and demonstrations are both numbered from 0.
+        key = (episode.get('task'), number, episode.get('demonstrated', False))
         if key not in starts:
           starts[key] = []
           group = right if episode.get('right') else wrong

@@ -32,7 +32,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   reported counts as 0, if another episode of its environment did. Means are over rows. Rows of an
   agent that never moved are left out.
   """
-  rows = list(map(_alone, episodes))
+  rows = list(map(alone, episodes))
   outcome_counts = outcomes.count(rows)
   episodes = [episode for episode in episodes if not episode.absent]
   datasets = dict.fromkeys(episode.task.dataset for episode in episodes)
@@ -81,7 +81,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   return dict(sorted(means.items()))
 
 
-def _alone(episode: types.Episode) -> types.Episode:
+def alone(episode: types.Episode) -> types.Episode:
   """Returns the row as a separate episode. Each row of an agent program counts as one here."""
   if not episode.is_segment:
     return episode

@@ -123,7 +123,7 @@ def episodes(folder: str, name: str, kind: str, step: int) -> dict[str, object]:
 def question(folder: str, name: str, task: object) -> list[dict[str, object]]:
   """Returns the episodes of a task from all files, or from evenly chosen ones if there are many."""
   path = _find_run(folder, name)
-  files = report.episode_files(path)
+  files = report.episode_files(path, metrics.read_metrics(path))
   stride = -(-len(files) // _MAX_FILES_OF_QUESTION) or 1
   answers = []
   for kind, step in files[::stride]:

@@ -143,17 +143,18 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
   """Returns the row numbers [rows] of each episode, in the order of their first rows.
 
   An episode has a row for each role, or for each segment of an agent program. Each round of
-  sampling numbers its episodes from 0. So a second row of a role with the same number belongs to
-  another episode.
+  sampling numbers its episodes from 0, and so do demonstrations. So a second row of a role with the
+  same number and question belongs to another episode.
   """
   by_episode: dict[Any, list[int]] = collections.defaultdict(list)
-  repeats: collections.Counter[tuple[int, str]] = collections.Counter()
+  repeats: collections.Counter[Any] = collections.Counter()
   for b, episode in enumerate(episodes):
     if episode.number is None:
       by_episode['row', b].append(b)
       continue
-    label = episode.number, episode.role
-    by_episode[episode.number, repeats[label]].append(b)
+    played = episode.number, episode.task.id, episode.demonstrated
+    label = *played, episode.role
+    by_episode[*played, repeats[label]].append(b)
     repeats[label] += not episode.is_segment
   numbers = by_episode.values()
   return [np.array(rows, np.int32) for rows in numbers]

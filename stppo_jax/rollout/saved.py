@@ -13,6 +13,7 @@ import re
 from typing import Any
 import zlib
 
+from absl import logging
 import numpy as np
 
 from stppo_jax import types
@@ -110,6 +111,7 @@ class Replay:
   tokenizer: tokenizer_lib.Tokenizer
   mini_batch: int  # has to divide the number of episodes
   longest: int  # the largest number of tokens of an episode
+  num_episodes: int  # by which the schedules of the run count its optimizer steps
   env: factory.EnvFactory
   needs_groups: bool = False  # the objective compares the episodes of a group
   needs_routes: bool = False  # the update replays the experts that the sampler chose
@@ -134,6 +136,17 @@ class Replay:
       raise types.UserError(
           f'{path} has {num_episodes} episodes, which config.train.mini_batch={self.mini_batch} '
           'does not divide: choose a divisor'
+      )
+    if num_episodes != self.num_episodes:
+      logging.log_first_n(
+          logging.WARNING,
+          '%s has %d episodes. Warm-up and decay count optimizer steps of batches of '
+          'config.train.episodes=%d: set --config.train.episodes=%d, unless the sizes differ',
+          1,
+          path,
+          num_episodes,
+          self.num_episodes,
+          num_episodes,
       )
     lengths = [batching.trained_length(episode) for episode in episodes]
     if max(lengths) > self.longest:

@@ -154,8 +154,7 @@ class Segment:
 
   def origin_of(self, plan: 'RequestPlan') -> tuple[int, int] | None:
     """Returns where another sample of a request of this segment branches off."""
-    num_turns = sum(end <= len(plan.ids) for _, end in self.ends)
-    return (self.number, num_turns) if num_turns else self.branched_from
+    return (self.number, plan.num_turns) if plan.num_turns else self.branched_from
 
   def prefix(self, messages: Sequence[turns_lib.ReadMessage], keeps_thoughts: bool) -> Prefix:
     """Returns the turns of this segment with which a conversation begins."""
@@ -235,6 +234,7 @@ class RequestPlan:
   kind: str = ''  # the count in which the segment that begins is; empty: none
   messages: Sequence[turns_lib.ReadMessage | RecordedTurn] = ()
   prompt: str | Sequence[int] = ''  # without messages
+  num_turns: int = 0  # turns of the segment that the prompt holds
 
 
 @dataclasses.dataclass(eq=False)
@@ -629,7 +629,8 @@ class Session:
     if segment.number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, segment.number)
     key_data = np.asarray(jax.random.key_data(key))
-    return RequestPlan(ids, key_data, segment, kind, messages, prompt)
+    num_turns = len(segment.turns)
+    return RequestPlan(ids, key_data, segment, kind, messages, prompt, num_turns)
 
   def abandon(
       self, plan: RequestPlan, tokens: Sequence[int] = (), logp: Sequence[float] = ()
@@ -680,7 +681,7 @@ class Session:
       if not end or is_known:
         continue
       adopts = True
-      if segment.is_extended or len(segment.ids) > len(plan.ids):  # by another request
+      if segment.is_extended or len(segment.turns) > plan.num_turns:  # by another request
         plan = self._claim_sample(plan)
       elif plan.kind:
         self.counts[plan.kind] += 1

@@ -144,7 +144,11 @@ _NEEDED_SETTINGS: tuple[tuple[str, str, Callable[[Config, Variant], bool]], ...]
         'a retriever in this process',
         lambda c, v: c.retriever.kind not in ('http', 'none'),
     ),
-    ('env.tool_timeout_s env.tool_max_chars', 'env.tools', lambda c, v: bool(c.env.tools)),
+    (
+        'env.tool_timeout_s env.tool_max_chars',
+        'env.tools',
+        lambda c, v: bool(c.env.tools or c.env.mix),
+    ),
     (
         'serve.agent_timeout_s serve.on_crash',
         'env.kind=gateway:.. or verifiers:..',

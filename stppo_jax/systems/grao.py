@@ -59,8 +59,9 @@ def grao(batch: TurnBatch, variant: GraoFields) -> tuple[jax.Array, jax.Array]:
   reference_weights /= jnp.maximum(num_references, 1)
   weights = jnp.where(is_reference, reference_weights, sample_weights)
   weights *= num_rows
-  weights = weights[:, None]
-  weights = weights * batch.action_mask
+  # The first row of an episode has its weight, and the others have 0.
+  weights = losses.episode_sums(weights[:, None], batch.episode_ids)
+  weights = weights[:, None] * batch.action_mask
   return weights, weights
 
 

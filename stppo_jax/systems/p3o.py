@@ -6,6 +6,7 @@ Equation 6 was read in a review. The joint clip of P3O-V2 is second-hand.
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms.variant import BaseVariant
@@ -49,7 +50,9 @@ def p3o(
   value_of_pairs = jnp.where(is_pair, value, 0)
   row_values = value_of_pairs.sum(axis=1) / num_others / num_episodes
   clipped_pairs = is_pair & (bounded < free)
-  is_clipped = clipped_pairs.any(axis=1, keepdims=True)
+  # The first row of an episode stands for all of its rows.
+  num_clipped = losses.episode_sums(clipped_pairs, batch.episode_ids)
+  is_clipped = num_clipped[:, None] > 0
   return row_values, jnp.broadcast_to(is_clipped, outputs.logp.shape)
 
 

@@ -30,10 +30,12 @@ _DECISIVE = (
     'actor/kl_loss',
     'critic/vf_loss',
     'critic/grad_norm',
+    'actor/grad_norm',
     'stppo/grad_norm',
     'stppo/bias_norm',
     'stppo/divisor',
     'stppo/grad_factor',
+    'stppo/step_scale',
 )
 
 

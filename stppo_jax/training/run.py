@@ -257,6 +257,7 @@ def _make_replay(components, variant):
       prepare.load_tokenizer(config),
       config.train.mini_batch,
       config.train.length_buckets[-1],
+      config.train.episodes,
       components.env,
       variant.needs_groups,
       config.rollout.routing_replay == 'sampling',

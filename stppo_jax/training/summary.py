@@ -41,7 +41,13 @@ def update_summary(policy_updates: Sequence[PolicyUpdate]) -> dict[str, float]:
   because its mean hides a step that was lost. A policy without tokens does not count.
   """
   counted = [part for part in policy_updates if part.has_tokens] or list(policy_updates)
-  metrics = means([part.metrics for part in counted])
+  batches = [part.metrics for part in counted]
+  metrics = means(batches)
+  for name in metrics:  # extremes of several policies
+    if name.endswith(('/max', '_max')):
+      metrics[name] = max(float(batch[name]) for batch in batches)
+    elif name.endswith(('/min', '_min')):
+      metrics[name] = min(float(batch[name]) for batch in batches)
   steps = []
   for part in counted:
     own_steps = [step.metrics for step in part.step_metrics]

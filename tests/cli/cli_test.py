@@ -45,6 +45,7 @@ from stppo_jax.monitoring import metrics
 from stppo_jax.settings import validation
 from stppo_jax.training import loop
 from stppo_jax.types import Episode
+from stppo_jax.types import MixTask
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import Task
@@ -357,6 +358,35 @@ class CompareTest(absltest.TestCase):
     self.assertEqual([row[5], row[9]], ['.375', '.625'])
     (setting,) = [line.split() for line in text.splitlines() if line.startswith('| seed')]
     self.assertEqual(setting, ['|', 'seed', '|', '0', '|', '1', '|'])
+
+  def test_metric_of_a_mix_is_that_of_its_environments(self):
+    """Questions of the other environment do not count in it, and neither do other questions."""
+    a = self.write('a', 0, [])
+    lines = []
+    for i, (name, metric) in enumerate([('guess', 'won')] * 3 + [('sums', 'solved')] * 3):
+      task = MixTask(f'{name}.{i}', f'question {i}', dataset=name, environment=name)
+      episode = Episode(task, 0, np.zeros(1, np.int32), [])
+      episode.metrics = {metric: 1.0}
+      episode.core_metrics = (metric,)
+      lines.append(json.dumps(episode.to_dict()))
+    path = pathlib.Path(a, 'episodes/eval_000004.jsonl')
+    path.write_text('\n'.join(lines), encoding='utf-8')
+    b = self.write('b', 0, [])
+    lines[0] = lines[0].replace('question 0', 'another question')
+    path = pathlib.Path(b, 'episodes/eval_000004.jsonl')
+    path.write_text('\n'.join(lines), encoding='utf-8')
+    text = run('compare', a, b)[1]
+    lines = [line for line in text.splitlines() if line.startswith(('| won', '| solved'))]
+    rows = [line.split()[1:6:2] for line in lines]
+    self.assertEqual(rows, [['won', '2', '1.000'], ['solved', '3', '1.000']])
+
+  def test_metric_that_one_run_lacks_is_not_compared(self):
+    a, b = self.write('a', 0, [0.0, 1.0]), self.write('b', 0, [1.0, 1.0])
+    path = pathlib.Path(b, 'episodes/eval_000004.jsonl')
+    path.write_text(path.read_text(encoding='utf-8').replace('"em"', '"solved"'), encoding='utf-8')
+    text = run('compare', a, b)[1]
+    self.assertIn('| score', text)
+    self.assertNotIn('| em ', text)
 
   def test_settings_are_shown_without_a_common_question(self):
     a = self.write('a', 0, [0.0, 1.0])

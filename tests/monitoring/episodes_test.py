@@ -65,6 +65,17 @@ class SummaryTest(absltest.TestCase):
     found = episodes.summarize([row(0, 0.0, 'a'), row(0, 0.5, 'b'), row(1, 1.0, 'a')])
     self.assertEqual(found['critic/score/mean'], 0.5)
 
+  def test_role_has_the_metrics_of_all_its_environments(self):
+    """Rows of an environment that lacks a metric do not count in it."""
+    rows = []
+    for number, (name, value) in enumerate([('won', 1.0), ('won', 0.0), ('solved', 1.0)]):
+      turn = types.Turn(np.zeros(1, np.int32), np.zeros(1, np.float32))
+      fields = {'number': number, 'role': 'a', 'metrics': {name: value}, 'core_metrics': (name,)}
+      rows.append(types.Episode(TASK, number, np.zeros(1, np.int32), [turn], **fields))
+    found = episodes.summarize(rows)
+    expected = {'role/a/won/mean': 0.5, 'role/a/solved/mean': 1.0}
+    self.assertEqual({name: found[name] for name in expected}, expected)
+
 
 class RecordTest(absltest.TestCase):
 

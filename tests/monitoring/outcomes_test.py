@@ -6,14 +6,15 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import scores
+from stppo_jax.training import summary
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
 from stppo_jax.types import Turn
 
 
-def episode(**fields):
+def episode(question='q', **fields):
   turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
-  return Episode(Task('q'), 0, np.zeros(1, np.int32), [turn], **fields)
+  return Episode(Task(question), 0, np.zeros(1, np.int32), [turn], **fields)
 
 
 # One episode per outcome, and its number of rows.
@@ -67,6 +68,29 @@ class OutcomesTest(absltest.TestCase):
     self.assertEqual(sum(outcomes.count_update(parts).values()), 1)
     self.assertEqual(outcomes.count_update(parts)['skipped'], 1)
     self.assertEqual(outcomes.count_update(parts[1:])['answered'], 1)
+
+  def test_rows_of_policies_with_other_orders_are_one_episode(self):
+    """Each policy sorts its rows by length, and two rounds have numbered episodes from 0."""
+    row = lambda question, role, **fields: episode(
+        question=question, number=0, role=role, **fields
+    )
+    first = [row('q', 'a', truncated=True), row('r', 'a')]
+    second = [row('r', 'b'), row('q', 'b', truncated=True)]
+    counts = outcomes.count_update([(first, []), (second, [])])
+    self.assertEqual([counts[name] for name in ('answered', 'truncated')], [1, 1])
+
+  def test_extremes_of_policies_are_extremes(self):
+    """Means of the largest numbers would be no largest number."""
+    turn = types.Turn(np.zeros(1, np.int32), np.zeros(1, np.float32))
+    row = types.Episode(types.Task('t'), 0, np.zeros(1, np.int32), [turn])
+    step = types.StepMetrics(np.array([0]), {'actor/skipped': 0}, {})
+    parts = []
+    for policy, low, high in (('a', -1.0, 2.0), ('b', -3.0, 1.0)):
+      measured = {'critic/score/min': low, 'critic/score/max': high, 'critic/score/mean': high}
+      parts.append(summary.PolicyUpdate(policy, [row], None, [], measured, [step]))
+    metrics = summary.update_summary(parts)
+    names = ('critic/score/min', 'critic/score/max', 'critic/score/mean')
+    self.assertEqual([metrics[name] for name in names], [-3.0, 2.0, 1.5])
 
   def test_failure_is_no_skipped_episode(self):
     counts = outcomes.count(EPISODES['retrieval_failed'], {0})

@@ -110,6 +110,23 @@ class ReportTest(parameterized.TestCase):
     shown = _shown(_page_json(self._page()))
     self.assertIn('update of a health warning (2): 24 of 40', shown)
 
+  def test_files_of_an_abandoned_part_are_left_out(self):
+    """The run went back to update 3 and has its metrics only, and later files are still there."""
+    write_fake_run(self.workdir, updates=3)
+    episodes = os.path.join(self.workdir, 'episodes')
+    shutil.copy(f'{episodes}/train_000003.jsonl', f'{episodes}/train_000004.jsonl')
+    rows = metrics.read_metrics(self.workdir)
+    self.assertEqual(max(update for _, update in report.episode_files(self.workdir, rows)), 3)
+    self.assertEqual(max(update for _, update in report.episode_files(self.workdir, [])), 4)
+
+  def test_main_score_of_a_mix_is_what_all_have(self):
+    names = ['all/won', 'all/won_hops2', 'guess/won', 'all/solved', 'sums/solved']
+    names += [f'{part}/score' for part in ('all', 'guess', 'sums', 'macro')]
+    names = [f'val-core/{name}' for name in names]
+    self.assertEqual(report.main_metric([dict.fromkeys(names, 0.5)]), 'val-core/all/score')
+    common = {f'val-core/{part}/em': 0.5 for part in ('all', 'a', 'b')}
+    self.assertEqual(report.main_metric([common | {'val-core/all/score': 1.0}]), 'val-core/all/em')
+
   def test_only_data_set_appears_once(self):
     self._write_rows({'val-core/all/em': 0.5, 'val-core/nq/em': 0.5, 'val-core/all/em_hops2': 0.25})
     data = _page_json(self._page())

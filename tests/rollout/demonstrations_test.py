@@ -336,6 +336,19 @@ class GraoTest(parameterized.TestCase):
         advantages.estimate(batch, row).advantages, 1.6 * expected, rtol=1e-6
     )
 
+  def test_rows_of_an_episode_share_its_weight(self):
+    """As with the other advantages of groups. An episode has two rows here."""
+    batch = dataclasses.replace(make_batch(), demonstrated=None)
+    ids = np.arange(ROWS, dtype=np.int32) // 2
+    batch = dataclasses.replace(batch, episode_ids=ids)
+    row = variants.VARIANTS['grao']
+    plain = dataclasses.replace(row, grao_beta=0.0, grao_lambda=0.0)
+    zscores = dataclasses.replace(row, advantage='group_zscore')
+    expected = advantages.estimate(batch, zscores).advantages
+    weights = np.asarray(advantages.estimate(batch, plain).advantages)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    self.assertTrue(np.abs(weights).max(axis=1).all())
+
   def test_failed_samples_move_towards_the_reference(self):
     demonstrated = np.array([0, 0, 0, 1] * 2, np.float32)
     batch = make_batch(demonstrated)
@@ -528,6 +541,10 @@ class PlayTest(parameterized.TestCase):
       (dict(rollout__replay='folder'), 'samples nothing'),
       (dict(rollout__routing_replay='sampling'), 'routing_replay'),
       (dict(algorithm__variant='grao', algorithm__whiten=True), 'whiten=True'),
+      (
+          dict(rollout__demonstrate_every=2, env__mix=({'kind': 'search'}, {'kind': 'own:Env'})),
+          'sorts by environment',
+      ),
       (dict(algorithm__variant='grao', algorithm__kl_in='reward'), "kl_in='reward'"),
   )
   def test_settings_without_a_meaning_are_refused(self, values, message):

@@ -99,7 +99,7 @@ class ReplayTest(parameterized.TestCase):
       with open(path, 'w', encoding='utf-8') as file:
         file.writelines(json.dumps(record) + '\n' for record in records)
       with self.assertRaisesRegex(UserError, f'^[^\n]*{text}[^\n]*$'):
-        saved.Replay(folder, tokenizer, mini_batch, longest, env, **needs)(1)
+        saved.Replay(folder, tokenizer, mini_batch, longest, 16, env, **needs)(1)
 
     with self.subTest('a later batch that cannot be read keeps the updates before it'):
       with open(saved.path_of(folder, 2), 'w', encoding='utf-8') as file:
@@ -112,6 +112,9 @@ class ReplayTest(parameterized.TestCase):
       os.remove(saved.path_of(folder, 2))
 
     refused('16 episodes, which .*mini_batch=5 does not divide', mini_batch=5)
+    with self.assertLogs(level='WARNING') as logs:
+      saved.Replay(folder, tokenizer, 8, 192, 512, env)(1)
+    self.assertRegex(logs.output[0], 'has 16 episodes.*episodes=512: set .*episodes=16')
     refused('length_buckets end at 8: add', longest=8)
     refused('no two episodes are of one group', needs_groups=True)
     refused('another tokenizer', [r | {'pieces': ['?', *r['pieces'][1:]]} for r in written])
@@ -173,6 +176,11 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(played, {task.id for task in components.resolve(config).load_tasks('train')})
     config.rollout.temperature = 0.5  # other episodes go elsewhere
     self.assertNotEqual(sample_lib.sample(config, workdir, 1, StopSignal(lambda: True)), folder)
+
+  def test_run_with_engines_samples_in_this_process(self):
+    config, workdir = self.make('run', **{'rollout.engine': 'http://127.0.0.1:9'})
+    folder = sample_lib.sample(config, workdir, 1, NEVER)
+    self.assertEqual(saved.numbers(folder), [1])
 
 
 if __name__ == '__main__':

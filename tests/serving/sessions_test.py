@@ -400,6 +400,25 @@ class ChatSessionTest(parameterized.TestCase):
     self.assertEqual(self.num_turns_of_rows(), [2])
     self.assertEqual(self.session.counts['unrecorded'], 1)
 
+  @parameterized.parameters('b', 'a branch with more tokens than the prompt of the other one has')
+  def test_ended_stream_returns_after_another_branch(self, other):
+    """Another request has continued the row, with fewer or with more tokens."""
+    messages = self.turn([ask('q')], 'first')
+    long = [*messages, ask('a follow-up with some more words')]
+    plan = self.session.plan(long)
+    tokens = self.tokenizer.encode('Lima is')
+    self.session.abandon(plan, tokens, [-0.25] * len(tokens))
+    self.turn([*messages, ask(other)], 'second')
+    self.turn([*long, say('Lima is'), ask('go on')], 'It is.')
+    row, branch = self.session.episodes(None, 0)
+    ids, _, _ = row.unroll()
+    self.assertLen(row.turns, 2)
+    self.assertIn(other, self.tokenizer.decode(ids))
+    self.assertEqual(branch.prompt.tolist(), plan.ids)
+    self.assertEqual(branch.turns[0].tokens.tolist(), tokens)
+    self.assertEqual(branch.branched_from, (0, 1))
+    self.assertLen(branch.turns, 2)
+
   @parameterized.parameters(str, list)
   def test_ended_stream_of_prompt_is_recorded(self, kind):
     tokens = self.tokenizer.encode('Paris é中 is')

@@ -567,6 +567,20 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
+  def test_nonfinite_scale_or_quotient_skips_the_step(self):
+    """The gradient is finite, and what multiplies or divides it is not."""
+    mesh = one_device()
+    scaled = make_spec('st_ppo', divisor='none', step_scale='ess', **BASE)
+    divided = make_spec('st_ppo', divisor=lambda g, c, any_clipped: jnp.full(g.shape, 1e-30))
+    for spec in (scaled, divided):
+      functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+      bad = batch.replace(behaviour_logp=batch.old_logp.at[0].set(jnp.nan))
+      before = jax.device_get(first_state(spec, mesh))
+      state, metrics, _ = jax.device_get(step(functions, spec, make_state(spec, mesh), bad))
+      self.assertTrue(np.isfinite(metrics['stppo/grad_norm']))
+      self.assertEqual(metrics['actor/skipped'], 1)
+      chex.assert_trees_all_equal(state.actor, before.actor)
+
   def test_nonfinite_loss_skips_the_step(self):
     spec = adamw_spec()
     mesh = one_device()

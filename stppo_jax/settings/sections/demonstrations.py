@@ -16,6 +16,11 @@ def check(config: Config) -> None:
         f"{given}: config.rollout.routing_replay='sampling' needs recorded experts, and "
         "demonstrations have none: set it to 'old_policy' or 'none'"
     )
+  if config.env.mix and rollout.demonstrate_every > 1:
+    raise UserError(
+        f'config.rollout.demonstrate_every={rollout.demonstrate_every} counts the questions of a '
+        'batch, which config.env.mix sorts by environment: set it to 1'
+    )
   questions = config.train.episodes // rollout.group_size
   groups = -(-questions // rollout.demonstrate_every)
   most = rollout.group_size - int(groups == questions)
