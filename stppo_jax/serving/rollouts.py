@@ -196,6 +196,8 @@ class ProgramAgent(agent_lib.Agent):
           for run in done:
             run.result()  # an error that ends the run does not wait for the other programs
           stop_signal.raise_if_set()
+          # The programs get errors, which they may catch and answer with a reward.
+          server.app.service.scheduler.raise_if_failed()
       finally:
         programs_over.set()
         pool.shutdown(cancel_futures=True)

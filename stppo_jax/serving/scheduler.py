@@ -189,6 +189,10 @@ class Scheduler:
   def wait(self, timeout_s: float | None = None) -> None:
     """Waits until the scheduler has ended. RunError: it has failed."""
     self._thread.join(timeout_s)
+    self.raise_if_failed()
+
+  def raise_if_failed(self) -> None:
+    """RunError: an error has ended the scheduler, and all requests with it."""
     if self._has_failed:
       raise RunError('the engine has failed, see above: start again')
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -30,6 +31,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import loop
@@ -182,6 +184,16 @@ async def play_later(task, base_url, model):
   return 0.25
 
 
+def catch_errors(task, base_url, model):
+  """Plays on after an error of the server, as if the episode had ended."""
+  try:
+    for _ in range(4):
+      once(task, base_url, model)
+  except requests.RequestException:
+    return 0.0
+  return 1.0
+
+
 late = []
 
 
@@ -327,6 +339,21 @@ class ProgramAgentTest(parameterized.TestCase):
       self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
+
+  def test_failure_of_the_sampler_ends_the_run(self):
+    """Turns from before it would train with the reward of a program that got an error."""
+    config = make_config(THIS + ':catch_errors')
+    decode = scheduler_lib.Scheduler._decode
+    calls = itertools.count()
+
+    def fail_later(scheduler):
+      if next(calls) == 2:
+        raise RuntimeError('the device has no memory')
+      return decode(scheduler)
+
+    with mock.patch.object(scheduler_lib.Scheduler, '_decode', fail_later):
+      with self.assertRaisesRegex(types.RunError, 'the engine has failed'):
+        play(config, make_tasks(8))
 
   def test_metrics_of_a_program_have_their_own_names(self):
     posted = {'crashed': 1.0, 'segments': 40.0, 'timed_out': 0.5, 'invalid': 9.0, 'branched': 7.0}
