@@ -52,6 +52,7 @@ class Chunk:
   calls: tuple[tool_calls.Call, ...] = ()
   stop: str | None = None  # the client's stop string that ended the choice
   turn: int | None = None  # its number in the session
+  was_cut: bool = False  # the choice ended at a limit, even if `finish` is 'tool_calls'
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,10 +66,11 @@ class TurnText:
   eos_ids: Collection[int]
   stops: Sequence[str] = ()
   keeps_stop: bool = False
-  full: str = ''  # with the stop string
+  full: str = ''  # with the stop string, and the rest of the token in which it ends
   shown: str = ''  # the part that a client may see
   stop: str | None = None  # the stop string that comes first
-  through_stop: str | None = None  # the text up to its end
+  before_stop: str = ''  # the text up to its start, or all of it
+  through_stop: str = ''  # the text up to its end, or all of it
   pieces: list[bytes] = dataclasses.field(default_factory=list)  # the text of each token
   starts: list[int] = dataclasses.field(default_factory=list)  # place of each token in `full`
 
@@ -89,27 +91,34 @@ class TurnText:
       self.full += self._decoder.decode(b'', True)
     if has_eos:
       self.starts.append(len(self.full))
-    self.shown = self._visible(max(0, before - self._longest), finish is not None)
+    self._find_stop(max(0, before - self._longest))
+    self.shown = self._visible(finish is not None)
 
   def bytes_of(self, tokens: Sequence[int]) -> list[bytes]:
     """Returns the text of each token."""
     known = len(self.token_bytes)
     return [self.token_bytes[token] if token < known else b'' for token in tokens]
 
-  def _visible(self, start: int, is_over: bool) -> str:
-    """Returns the text before a stop string, or before a text that may become one."""
+  def _find_stop(self, start: int) -> None:
+    """Sets the stop string that comes first, and the text before and through it."""
+    self.before_stop = self.full
+    self.through_stop = self.full
     places = []
     for stop in self.stops:
       place = self.full.find(stop, start)
       if place >= 0:
         places.append((place, stop))
     if places:
-      end, self.stop = min(places)
-      self.through_stop = self.full[: end + len(self.stop)]
+      place, self.stop = min(places)
+      self.before_stop = self.full[:place]
+      self.through_stop = self.full[: place + len(self.stop)]
+
+  def _visible(self, is_over: bool) -> str:
+    """Returns the text before a stop string, or before a text that may become one."""
     if self.keeps_stop:
-      return self.full
-    if places:
-      return self.full[:end]
+      return self.through_stop
+    if self.stop is not None:
+      return self.before_stop
     num_held = 0
     if not is_over:
       for size in range(1, min(self._longest, len(self.full) + 1)):
@@ -147,6 +156,7 @@ class Choice:
         self.logp[new],
         self.text.starts[new],
         finish,
+        was_cut=finish == 'length',
     )
 
 
@@ -161,6 +171,7 @@ class Answer:
   session: sessions.Session | None
   events: asyncio.Queue  # (index, tokens, log-probs, finish) as the scheduler emits them
   scorer: Scorer | None = None  # None: the log-probs of sampling are enough
+  barred: Collection[str] = ()  # names of offered tools that the answer may not call
 
   @property
   def prompts(self) -> list[list[int]]:
@@ -218,10 +229,9 @@ class Answer:
     """Parses the calls of a turn that has ended, and records it."""
     action = 'other'
     text = choice.text
-    through_stop = text.through_stop or text.full
-    forms = list(map(_message, dict.fromkeys((text.shown, through_stop, text.full))))
+    forms = list(map(_message, dict.fromkeys((text.shown, text.through_stop, text.full))))
     if chunk.finish == 'stop':
-      chunk.stop = choice.text.stop
+      chunk.stop = text.stop
     if self.form is not None:
       content, calls = self._parse(self.form, choice)
       if any(call.error for call in calls):
@@ -233,23 +243,40 @@ class Answer:
         chunk.finish = 'tool_calls'
         forms.append(_message(content, calls))
     if self.session is not None:
-      was_cut = chunk.finish == 'length'
       with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
         chunk.turn = self.session.record(
-            choice.plan, choice.tokens, choice.logp, forms, was_cut, action, through_stop
+            choice.plan, choice.tokens, choice.logp, forms, chunk.was_cut, action, text.through_stop
         )
 
   def _parse(self, form: tool_calls.Form, choice: Choice) -> tool_calls.Parsed:
-    """Returns content and calls of a turn. An error of the form is a call that cannot be read."""
-    text = choice.text.full
+    """Returns content and calls of a turn.
+
+    The client's stop string may follow a call or be the end of one. Up to three texts are tried.
+    They are the text that the client may see, the text before the stop string and the text through
+    it. The first text without a malformed call counts.
+    """
+    turn = choice.text
+    for text in dict.fromkeys((turn.shown, turn.before_stop, turn.through_stop)):
+      content, calls = self._read_calls(form, text, choice.request.in_thought)
+      if not any(call.error for call in calls):
+        break
+    return content, calls
+
+  def _read_calls(self, form: tool_calls.Form, text: str, in_thought: bool) -> tool_calls.Parsed:
+    """Returns content and calls of a text. An error of the form is a call that cannot be read.
+
+    A call of a tool that the request does not allow cannot be read either.
+    """
     try:
-      content, calls = form.parse(text, choice.request.in_thought)
+      content, calls = form.parse(text, in_thought)
       for call in calls:
         json.dumps(call.arguments)  # some nest too deeply for the answer
-      return content, calls
     except Exception as error:  # also on a tool that the client describes oddly
       logging.log_first_n(logging.ERROR, 'a call cannot be read', 1, exc_info=True)
       return text, (tool_calls.Call('', {}, f'{type(error).__name__}'),)
+    if any(call.name in self.barred for call in calls):
+      return text, (tool_calls.Call('', {}, 'the request does not allow this tool'),)
+    return content, calls
 
 
 def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, object]:

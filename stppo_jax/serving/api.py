@@ -7,6 +7,7 @@ import collections
 from collections.abc import AsyncGenerator
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import dataclasses
 import itertools
 import json
@@ -503,20 +504,34 @@ class ChatBody(CompletionBody):
   @property
   def may_call(self) -> bool:
     """Whether the text is parsed for calls."""
-    return len(self.tools) > 0 and self.tool_choice != 'none'
+    return len(self.allowed_functions) > 0
+
+  @property
+  def allowed_functions(self) -> list[Any]:
+    """The functions that the answer may call."""
+    choice = self.tool_choice
+    if choice == 'none':
+      return []
+    tools: list[Any] = self.tools
+    functions = [tool['function'] for tool in tools]
+    if isinstance(choice, str):
+      return functions
+    names = _chosen_names(choice)
+    return [function for function in functions if function['name'] in names]
+
+  @property
+  def barred_names(self) -> frozenset[str]:
+    """Names of the tools that the prompt shows and the answer may not call."""
+    tools: list[Any] = self.tools
+    names = {tool['function']['name'] for tool in tools}
+    return frozenset(names - {function['name'] for function in self.allowed_functions})
 
   @property
   def forced_functions(self) -> list[Any]:
     """The functions of which the answer must call one; empty: it need not call any."""
-    tools: list[Any] = self.tools
-    functions = [tool['function'] for tool in tools]
     choice = self.tool_choice
-    if choice == 'required':
-      return functions
-    if isinstance(choice, ToolSubset) and choice.allowed_tools.mode == 'auto':
-      return []
-    names = _chosen_names(choice)
-    return [function for function in functions if function['name'] in names]
+    mode = choice.allowed_tools.mode if isinstance(choice, ToolSubset) else choice
+    return [] if mode == 'auto' else self.allowed_functions
 
   @property
   def is_forced(self) -> bool:
@@ -529,8 +544,11 @@ class ChatBody(CompletionBody):
     tools: list[Any] = info.data.get('tools', [])
     if choice not in ('auto', 'none') and not tools:
       raise ValueError('there are no tools')
+    names = _chosen_names(choice)
+    if not isinstance(choice, str) and not names:
+      raise ValueError("allowed_tools has no tools: name at least one, or send 'none'")
     known = [tool['function']['name'] for tool in tools]
-    unknown = [name for name in _chosen_names(choice) if name not in known]
+    unknown = [name for name in names if name not in known]
     if unknown:
       raise ValueError(f'there is no tool {unknown[0][:80]!r}')
     return choice
@@ -563,6 +581,7 @@ class TextWriter:
     self._body = body
     self._answer = answer
     self._scores: list[prompt_scores.PromptScores] = []  # one per choice, where they are needed
+    self._begun: set[int] = set()  # choices that have sent a chunk
     self._head = {
         'id': f'{self.prefix}-{uuid.uuid4().hex}',
         'object': self.chunk_kind if body.stream else self.kind,
@@ -575,8 +594,7 @@ class TextWriter:
     chunks = [chunk async for chunk in self._answer.chunks()]
     chunks.sort(key=lambda chunk: chunk.index)
     self._scores = await self._answer.score()
-    choices = list(map(self._choice, chunks))
-    return self._head | {'choices': choices, 'usage': self._answer.usage()}
+    return self._fields(chunks) | {'usage': self._answer.usage()}
 
   async def events(self) -> AsyncGenerator[str, None]:
     """Yields the answer's server-sent events."""
@@ -585,7 +603,7 @@ class TextWriter:
     try:
       async for chunk in self._answer.chunks():
         for part in self._parts(chunk):
-          fields = self._head | {'choices': [self._choice(part)]}
+          fields = self._fields([part])
           yield _event(fields | ({'usage': self._answer.usage()} if is_continuous else {}))
       if options.get('include_usage'):
         yield _event(self._head | {'choices': [], 'usage': self._answer.usage()})
@@ -596,6 +614,12 @@ class TextWriter:
   def _parts(self, chunk: answers.Chunk) -> Iterator[answers.Chunk]:
     """Yields the chunks as which a chunk is streamed."""
     yield chunk
+
+  def _fields(self, chunks: Sequence[answers.Chunk]) -> dict[str, object]:
+    """Returns the fields of an answer or event that has these chunks."""
+    choices = list(map(self._choice, chunks))
+    self._begun.update(chunk.index for chunk in chunks)
+    return self._head | {'choices': choices}
 
   def _choice(self, chunk: answers.Chunk) -> dict[str, object]:
     """Returns a choice of a whole answer, or of a chunk."""
@@ -616,7 +640,7 @@ class TextWriter:
     fields: dict[str, Any] = {'text': chunk.text}
     if self._body.echo:
       fields['text'] = _decode(b''.join(self._prompt_pieces(chunk))) + chunk.text
-    if self._body.return_token_ids and not self._body.stream:
+    if self._body.return_token_ids and chunk.index not in self._begun:
       fields['prompt_token_ids'] = self._answer.prompts[chunk.index // self._body.n]
     return fields
 
@@ -677,13 +701,12 @@ class ChatWriter(TextWriter):
 
   def __init__(self, model: str, body: ChatBody, answer: answers.Answer):
     super().__init__(model, body, answer)
-    self._begun: set[int] = set()  # choices that have sent a chunk
     self._num_calls: collections.Counter[int] = collections.Counter()  # sent, per choice
 
-  async def whole(self) -> dict[str, object]:
-    """Returns a whole answer, whose choices have one chunk each."""
-    fields = await super().whole()
-    if self._body.return_token_ids:
+  def _fields(self, chunks: Sequence[answers.Chunk]) -> dict[str, object]:
+    begins = any(chunk.index not in self._begun for chunk in chunks)
+    fields = super()._fields(chunks)
+    if begins and self._body.return_token_ids:
       fields['prompt_token_ids'] = self._answer.prompts[0]
     return fields
 
@@ -702,7 +725,6 @@ class ChatWriter(TextWriter):
     message: dict[str, Any] = {}
     if chunk.index not in self._begun:
       message = {'role': 'assistant', 'content': ''}
-      self._begun.add(chunk.index)
     if chunk.text:
       message['content'] = chunk.text
     is_streamed = self._body.stream

@@ -460,7 +460,7 @@ class ResponsesWriter:
         yield 'response.content_part.added', place | {'part': message['content'][0]}
       if chunk.text:
         yield 'response.output_text.delta', place | {'delta': chunk.text, 'logprobs': new}
-    status = 'incomplete' if chunk.finish == 'length' else 'completed'
+    status = 'incomplete' if chunk.was_cut else 'completed'
     output = []
     if has_begun:
       message = _message(text, logprobs, status, message['id'])

@@ -97,9 +97,9 @@ class Service:
 
   async def count_tokens(self, body: api.ChatBody, session: sessions.Session | None) -> int:
     """Returns the number of tokens of a conversation. Raises errors as `begin` does."""
-    self._check(body, session)
     # Nothing is sampled, so no answer is forced.
     body = body.model_copy(update={'tool_choice': 'auto', 'response_format': api.ResponseFormat()})
+    self._check(body, session)
     (plan, *_), _ = await self._encode_in_thread(body, None)
     return len(plan.ids)
 
@@ -258,7 +258,7 @@ class Service:
     if functions:
       schema = None
     else:
-      functions = [tool['function'] for tool in body.offered_tools]
+      functions = body.allowed_functions
     return self.scheduler.grammars.of_answer(
         self.tool_form,
         functions,
@@ -292,9 +292,11 @@ class Service:
       owner = session.name
       _warn_of_ignored(body, limits)
     form = None
+    barred: frozenset[str] = frozenset()
     call_stop: tuple[str, ...] = ()
     if isinstance(body, api.ChatBody) and body.may_call:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
+      barred = body.barred_names
       if not body.parallel_tool_calls:
         call_stop = form.stop_strings
     end = self._end_of_turn(body, session, grammar)
@@ -332,7 +334,7 @@ class Service:
       )
       choices.append(answers.Choice(request, plan, text))
     scorer = self._score if session is None and body.wants_scores else None
-    return answers.Answer(choices, body.n, body.stream, form, session, events, scorer)
+    return answers.Answer(choices, body.n, body.stream, form, session, events, scorer, barred)
 
   def _end_of_turn(
       self, body: Body, session: sessions.Session | None, grammar: str

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rollout import prepare
+from stppo_jax.serving import api
 from stppo_jax.serving import grammars
 from stppo_jax.serving import sessions
 from stppo_jax.text import tokenizer as chat
@@ -365,6 +366,33 @@ class ServedTest(parameterized.TestCase):
       if route == 'chat/completions':
         (call,) = answer['choices'][0]['message']['tool_calls']
         jsonschema.validate(json.loads(call['function']['arguments']), CITY)
+
+  @parameterized.parameters(
+      ('none', []),
+      ('auto', ['find', 'say']),
+      (
+          {
+              'type': 'allowed_tools',
+              'allowed_tools': {
+                  'mode': 'auto',
+                  'tools': [{'type': 'function', 'function': {'name': 'say'}}],
+              },
+          },
+          ['say'],
+      ),
+  )
+  def test_grammar_has_calls_of_allowed_tools_only(self, choice, names):
+    service = self.server.app.service
+    fields = {'tools': TOOLS, 'tool_choice': choice, **JSON_TEXT['chat']}
+    grammar = service._grammar(api.ChatBody.model_validate(ASKED | fields), [1])
+    self.assertTrue(accepts(grammar, '{"city": "Rome", "is_large": true}'))
+    writer = tool_calls.make_form(service.tool_form, TOOLS)
+    calls = [
+        tool_calls.Call('find', {'city': 'Rome', 'is_large': True}),
+        tool_calls.Call('say', {'text': 'x'}),
+    ]
+    found = [call.name for call in calls if accepts(grammar, writer.write(call))]
+    self.assertEqual(found, names)
 
   def test_logprobs_are_of_model_or_draw(self):
     fields = {**JSON_TEXT['chat'], 'logprobs': True, 'return_token_ids': True}

@@ -175,12 +175,16 @@ class WriterTest(parameterized.TestCase):
     deltas = [event['delta'] for event in found if event['type'].endswith('.delta')]
     self.assertEqual(''.join(deltas), text + first['arguments'] + second['arguments'])
 
-  def test_answer_at_limit_is_incomplete(self):
-    found = events(read('Hi'), answers.Chunk(0, '', [1], [b''], [-1.0], [0], 'length'))
+  @parameterized.parameters(
+      ('length', (), 'message'), ('tool_calls', (tool_calls.Call('search', {}),), 'function_call')
+  )
+  def test_answer_at_limit_is_incomplete(self, finish, calls, kind):
+    chunk = answers.Chunk(0, '', [1], [b''], [-1.0], [0], finish, calls, was_cut=True)
+    found = events(read('Hi', tools=[SEARCH]), chunk)
     end = found[-1]['response']
     self.assertEqual(found[-1]['type'], 'response.incomplete')
     self.assertEqual(end['incomplete_details'], {'reason': 'max_output_tokens'})
-    self.assertEqual([item['type'] for item in end['output']], ['message'])
+    self.assertEqual([item['type'] for item in end['output']], [kind])
 
 
 class RouteTest(parameterized.TestCase):
