@@ -224,7 +224,9 @@ class TextPart(Part):
   text: http_server.Text
 
 
-TextParts = Annotated[list[TextPart], pydantic.BeforeValidator(listed_parts)]
+# A body has room for millions of wrong items, and an answer names the first.
+FIRST_ERROR = pydantic.Field(fail_fast=True)
+TextParts = Annotated[list[TextPart], FIRST_ERROR, pydantic.BeforeValidator(listed_parts)]
 
 
 def join(parts: Iterable[WithText], separator: str = '') -> str:
@@ -303,7 +305,7 @@ Messages = Annotated[
 ]
 Prompt = Annotated[
     Annotated[http_server.Text, pydantic.Tag('text')]
-    | Annotated[list[TokenId], pydantic.Tag('list')],
+    | Annotated[list[TokenId], FIRST_ERROR, pydantic.Tag('list')],
     pydantic.Discriminator(_kind),
     pydantic.BeforeValidator(_check_prompt),
 ]
@@ -352,7 +354,9 @@ class CompletionBody(ClientBody):
   stream_options: dict[str, bool] = {}
   include_stop_str_in_output: bool = False
   return_token_ids: bool = False
-  stop_token_ids: list[TokenId] = []  # some of the tokenizer's eos ids, which end answers anyway
+  stop_token_ids: Annotated[list[TokenId], FIRST_ERROR] = (
+      []
+  )  # some of the tokenizer's eos ids, which end answers anyway
   ignore_eos: bool = False  # only max_tokens and stop end the answer
   chat_template_kwargs: dict[str, Any] = {}
   prompt_logprobs: None = None  # the only value: 0 would ask for those of the prompt

@@ -87,7 +87,7 @@ class BlockMessage(api.Part):
   """A message, whose content is a text or a list of blocks."""
 
   role: Literal['user', 'assistant', 'system']
-  content: Annotated[list[_Block], pydantic.BeforeValidator(api.listed_parts)]
+  content: Annotated[list[_Block], api.FIRST_ERROR, pydantic.BeforeValidator(api.listed_parts)]
 
   def to_chat(self) -> Iterator[dict[str, object]]:
     """Yields the messages of a chat: one for each tool result, and one for the rest."""

@@ -72,6 +72,7 @@ class Refusal(api.Part):
 
 _TextItems = Annotated[
     list[Annotated[TextItem | Refusal, pydantic.Field(discriminator='type')]],
+    api.FIRST_ERROR,
     pydantic.BeforeValidator(_listed_text),
 ]
 
@@ -116,7 +117,7 @@ class ReasoningItem(api.Part):
   """
 
   type: Literal['reasoning']
-  content: list[ReasoningText] = []
+  content: Annotated[list[ReasoningText], api.FIRST_ERROR] = []
 
 
 def _kind(item: object) -> str:
@@ -259,7 +260,7 @@ class ResponsesBody(api.ClientBody):
   # OpenAI has none here.
   stop: Annotated[api.Stops, pydantic.BeforeValidator(api.listed)] | None = None
   text: TextSettings = TextSettings()
-  include: list[str] = []
+  include: Annotated[list[str], api.FIRST_ERROR] = []
   metadata: dict[str, Any] = {}  # is sent back
   # The next ones change nothing. A prompt that is too long is an error, whatever `truncation` says.
   reasoning: dict[str, Any] = {}

@@ -1760,6 +1760,19 @@ class ControlTest(parameterized.TestCase):
     (choice,) = self.control('/v1/completions', **asked | {'temperature': 0} | fields)['choices']
     return choice['token_ids'], choice['logprobs']['token_logprobs']
 
+  @parameterized.parameters(
+      (api.TextBody, {'prompt': [-1] * 1000}),
+      (api.TextBody, {'prompt': [1], 'stop_token_ids': [-1] * 1000}),
+      (api.ChatBody, {'messages': [{'role': 'user', 'content': [{'type': 'text'}] * 1000}]}),
+      (messages.MessagesBody, {'messages': [{'role': 'user', 'content': [{}] * 1000}]}),
+      (responses_lib.ResponsesBody, {'input': 'q', 'include': [1] * 1000}),
+  )
+  def test_errors_of_a_body_are_few(self, kind, fields):
+    """Each error is a dict of Python, and the event loop makes all of them."""
+    with self.assertRaises(pydantic.ValidationError) as caught:
+      kind.model_validate({'model': 'tiny', 'max_tokens': 1} | fields)
+    self.assertLess(caught.exception.error_count(), 20)
+
   def test_reload_changes_logprobs_and_back(self):
     """The first weights are on one device and reloaded ones on all, which changes last digits."""
     before, logp_before = self.complete()
