@@ -6,7 +6,7 @@ stepping.py        calls environments, and turns their errors into ended episode
 guarded.py         the same through guard.py, which ends calls that never return
 search.py          questions with a retriever
 tools.py           questions with tools; calculator.py is one, tool_runners.py runs others
-rewards.py         scores of an answer; numerals.py reads its numbers
+rewards.py         scores of an answer; numerals.py reads its numbers, formulas.py its groups
 custom_rewards.py  rewards of users
 program.py         agent programs in place of environments; commands.py runs one as a command
 served.py          what an environment server and its client send each other

@@ -242,7 +242,13 @@ def _call_verl(function, names, have_several, task, answer, transcript):
       'data_source': task.dataset,
       'solution_str': transcript,
       'ground_truth': _ground_truth(task, have_several),
-      'extra_info': {'index': task.id, 'question': task.question, 'split': task.split},
+      'extra_info': {
+          'index': task.id,
+          'question': task.question,
+          'split': task.split,
+          'options': dict(task.options),
+          'letter': task.letter,
+      },
   }
   return function(**{key: value for key, value in values.items() if key in names})
 
@@ -308,6 +314,7 @@ class _TrlReward:
     """Returns the columns by name, each with one element."""
     columns = dict.fromkeys(_TRUTHS, _ground_truth(task, self._have_several))
     columns |= {'answers': list(task.answers), 'question': task.question}
+    columns |= {'options': dict(task.options), 'letter': task.letter}
     return {key: [value] for key, value in columns.items() if self._takes_all or key in self._names}
 
   def _call(self, columns, task, transcript, gives_messages):

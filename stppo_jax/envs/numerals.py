@@ -13,18 +13,29 @@ _DIGITS = r'(?:\d{1,3}(?:,\d{3})+|\d{1,100})'
 _EXPONENT = r'(?:[eE][+-]?\d{1,2}(?!\d))'
 _VALUE = rf'(?:{_DIGITS}(?:\.\d{{0,100}})?|\.\d{{1,100}})(?:{_EXPONENT}|/\d{{1,100}})?'
 _CURRENCY = r'(?:\\?[$€£¥])?'
+_SIGN_OF_CURRENCY = re.compile('[$€£¥]')
 _NUMBER = re.compile(rf'{_CURRENCY} ?([+-]?) ?{_CURRENCY} ?({_VALUE}) ?(?:\\?%)?')
 _MIXED = re.compile(r'([+-]?)(\d{1,100}) (\d{1,100}/\d{1,100})')
 _IN_TEXT = re.compile(rf'(?<![\w.,/])[+-]?{_CURRENCY}{_VALUE}(?!\d)')
 _LEADING_ZERO = re.compile(r'0[\d,]')
-_LATEX_FRACTION = re.compile(r'\\[dt]?frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))')
+_LATEX_FRACTION = re.compile(r'\\[dt]?frac(?:\{(-?\d+)\}\{(\d+)\}|(\d)(\d))')
+_LATEX_DISPLAY = re.compile(r'\\[dt]frac(?![a-zA-Z])')
+_LATEX_SIZE = re.compile(r'\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])')
+_LATEX_POWER = re.compile(r'([\^_])\{([+-]?(?:\d+|[^\W\d_]))\}')
+_LATEX_TEXT = re.compile(r'\\(?:text|mathrm|mbox)\{([^{}]*)\}')
+_LATEX_SPACE = re.compile(r'\\[,!;:]|(?<=[\w)}]) +(?=\\[a-zA-Z])')
+_DEGREES = re.compile(r' ?(?:°|\^\{?\\circ\}?)$')
 # Maths and a box of LaTeX, and emphasis of Markdown.
 _WRAPPED = re.compile(
     r'\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\\boxed\{(.*)\}|\*(.*)\*|_(.*)_|`(.*)`', re.DOTALL
 )
 _MOST_WRAPS = 8
 _AROUND = ' \t\n"\'()[]{}:;,!?'  # quotes and brackets around an answer
-_DASHES = str.maketrans('−‐‑–', '----')
+_CHARACTERS = str.maketrans(
+    {**dict.fromkeys('−‐‑–', '-'), **dict.fromkeys('‘’', "'"), **dict.fromkeys('“”', '"')}
+    | dict(zip('₀₁₂₃₄₅₆₇₈₉', '0123456789'))
+    | {'½': ' 1/2', '⅓': ' 1/3', '⅔': ' 2/3', '¼': ' 1/4', '¾': ' 3/4', '⅕': ' 1/5', '⅛': ' 1/8'}
+)
 
 _THOUSANDS = re.compile(r'(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])')
 _SIGNS = re.compile('( ?)([-+*/^=<>#&|~]+)( ?)')
@@ -60,7 +71,7 @@ def number(text: str) -> fractions.Fraction | None:
   `$..$`, `\\(..\\)`, `\\boxed{..}` and `\\frac{a}{b}` of LaTeX are read. Choice: a percent sign is
   a unit, so 50% is 50. Digits after a leading zero are a name, such as 007.
   """
-  text = bare(text)
+  text = _DEGREES.sub('', bare(text))
   mixed = _MIXED.fullmatch(text)
   if mixed:
     sign, whole, part = mixed.groups()
@@ -72,6 +83,12 @@ def number(text: str) -> fractions.Fraction | None:
   sign, digits = match.groups()
   value = _value(digits)
   return value if value is None else _signed(sign, value)
+
+
+def currency(text: str) -> str:
+  """Returns the sign of the currency of an answer; empty: it has none."""
+  match = _SIGN_OF_CURRENCY.search(bare(text))
+  return match[0] if match else ''
 
 
 def numbers_in(text: str) -> Iterator[fractions.Fraction]:
@@ -102,10 +119,18 @@ def spell_signs(text: str) -> str:
 
 def bare(text: str) -> str:
   """Returns an answer without the characters around it, and with plain fractions and dashes."""
-  text = _plain(text)
+  return _unwrapped(_plain(text), _AROUND)
+
+
+def unwrapped(text: str) -> str:
+  """Returns an answer as `bare` does, with the quotes and brackets around it."""
+  return _unwrapped(_plain(text), ' \t\n.')
+
+
+def _unwrapped(text, around):
   for _ in range(_MOST_WRAPS):
     wrapped = _WRAPPED.fullmatch(text)
-    inner = ''.join(wrapped.groups('')) if wrapped else text.strip(_AROUND)
+    inner = ''.join(wrapped.groups('')) if wrapped else text.strip(around)
     if not inner or inner == text:
       break
     text = inner
@@ -113,12 +138,20 @@ def bare(text: str) -> str:
 
 
 def _plain(text):
-  return _LATEX_FRACTION.sub(_fraction, text.translate(_DASHES)).strip()
+  """Returns a text with plain dashes, quotes, digits and fractions, and without LaTeX's spaces."""
+  text = text.translate(_CHARACTERS).replace('{,}', ',')
+  text = _LATEX_SIZE.sub('', _LATEX_TEXT.sub(r'\1', text))
+  text = _LATEX_POWER.sub(r'\1\2', _LATEX_SPACE.sub('', text))
+  text = _LATEX_FRACTION.sub(_fraction, text)
+  return _LATEX_DISPLAY.sub(r'\\frac', text).strip()
 
 
 def _fraction(match):
+  """Returns a fraction of LaTeX as text, behind a space if it is the part of a mixed number."""
   numerator, denominator = filter(None, match.groups())
-  return f'{numerator}/{denominator}'
+  before = match.string[match.start() - 1 : match.start()] if match.start() else ''
+  gap = ' ' if before.isdigit() else ''
+  return f'{gap}{numerator}/{denominator}'
 
 
 def _value(digits):

@@ -22,6 +22,7 @@ from typing import Any
 import unicodedata
 
 from stppo_jax import types
+from stppo_jax.envs import formulas
 from stppo_jax.envs import numerals
 from stppo_jax.text import thoughts
 
@@ -32,7 +33,6 @@ _THINK = rf'\s*<think>{_NO_TAG}</think>'
 _LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</information>'
 _ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
 _WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
-_INTERVAL = re.compile(r'\$?([(\[])[^(),\[\]]*,[^()\[\]]*([)\]])\$?')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _NO_WIDTH = dict.fromkeys((0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF))
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
@@ -115,17 +115,14 @@ def format_reward(correct: bool, formed: bool) -> float:
 def same_answer(answer: str, gold: str) -> bool:
   """Returns whether an answer is right: equal as numbers if the gold is one, else as texts.
 
-  Texts are normalised as in `exact_match`, but signs that carry meaning count, see numerals.py.
+  Texts are normalised as in `exact_match`, but signs that carry meaning count, see numerals.py, and
+  so do the groups of formulas, see formulas.py.
   """
-  value = numerals.number(gold)
-  if value is not None:
-    return numerals.number(answer) == value
-  if _text_key(answer) != _text_key(gold):
-    return False
-  # The ends of an interval count if both texts have them.
-  ends = _INTERVAL.fullmatch(answer.strip())
-  gold_ends = _INTERVAL.fullmatch(gold.strip())
-  return not (ends and gold_ends) or ends.groups() == gold_ends.groups()
+  value = None if formulas.is_factorial(gold) else numerals.number(gold)
+  if value is None:
+    return _text_key(answer) == _text_key(gold) and not formulas.differ(answer, gold)
+  currencies = {numerals.currency(answer), numerals.currency(gold)} - {''}
+  return numerals.number(answer) == value and len(currencies) < 2
 
 
 def chosen_letter(answer: str, task: types.Task) -> str | None:
@@ -137,7 +134,7 @@ def chosen_letter(answer: str, task: types.Task) -> str | None:
   equal as an answer.
   """
   text = numerals.bare(answer)
-  for letter, _ in task.options:
+  for letter, _ in _options(task):
     # A number after a point is no option's text: `1.5` names no option 1.
     mark_or_end = r'([).:](?!\d)|\b)'
     match = re.fullmatch(rf'\(?{re.escape(letter)}{mark_or_end}\s*(.*)', text, re.I | re.S)
@@ -157,10 +154,21 @@ def chosen_letter(answer: str, task: types.Task) -> str | None:
   return letters[0] if len(letters) == 1 else ''
 
 
+def _options(task: types.Task) -> list[tuple[str, str]]:
+  """Returns the options of a task, without their letters if all texts begin with these."""
+  texts = []
+  for letter, text in task.options:
+    label = re.match(rf'\(?{re.escape(letter)}[).:]\s*', text, re.IGNORECASE)
+    if label is None or label.end() == len(text):
+      return list(task.options)
+    texts.append((letter, text[label.end() :]))
+  return texts
+
+
 def _letters_of_text(text: str, task: types.Task) -> list[str]:
   """Returns the letters of the options with this text: exactly, or else as an answer."""
   for key in (str.strip, _without_spaces, _answer_key):
-    letters = [letter for letter, other in task.options if key(other) == key(text)]
+    letters = [letter for letter, other in _options(task) if key(other) == key(text)]
     if letters:
       return letters
   return []
@@ -176,9 +184,9 @@ def _of_answer(score: Callable[[str, Sequence[str]], float]) -> Reward:
     letter = chosen_letter(answer, task)
     if letter is not None:
       return float(letter == task.letter)
-    gold = dict(task.options)[task.letter]
+    gold = dict(_options(task))[task.letter]
     # An option within another one is not chosen by a sentence about the other one.
-    texts = [text for _, text in task.options if text != gold]
+    texts = [text for _, text in _options(task) if text != gold]
     longer = [text for text in texts if gold.lower() in text.lower()]
     if any(_sub_em(answer, [text]) for text in longer):
       return 0.0
@@ -198,6 +206,8 @@ def _sub_em(answer, golds):
   words = f' {normalize_answer(numerals.spell_signs(answer))} '
   numbers = set(numerals.numbers_in(answer))
   for gold in golds:
+    if _differs_in_groups(answer, gold):
+      continue
     value = numerals.number(gold)
     text = normalize_answer(numerals.spell_signs(gold))
     if value is not None:
@@ -214,7 +224,13 @@ def _sub_em(answer, golds):
 def _f1(answer, golds):
   if _em(answer, golds):
     return 1.0
-  return f1(numerals.spell_signs(answer), [numerals.spell_signs(gold) for gold in golds])
+  others = [gold for gold in golds if not _differs_in_groups(answer, gold)]
+  return f1(numerals.spell_signs(answer), list(map(numerals.spell_signs, others)))
+
+
+def _differs_in_groups(answer, gold):
+  """Returns whether an answer differs from a gold one in what the normalisation drops."""
+  return _text_key(answer) == _text_key(gold) and formulas.differ(answer, gold)
 
 
 def _format(task, answer, transcript):

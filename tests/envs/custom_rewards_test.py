@@ -36,6 +36,7 @@ def score(function, task=TASK, max_outage_s=0.0, **options):
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
   assert data_source == 'colours' and extra_info['index'] == 't1'
+  assert extra_info['options'] == {} and extra_info['letter'] == ''
   return float(solution_str == TRANSCRIPT and ground_truth == 'blue')
 
 

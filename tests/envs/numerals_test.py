@@ -123,6 +123,30 @@ class SameAnswerTest(parameterized.TestCase):
       ('(1, 2)', '(1, -2)'),
       ('[0, 1]', '[0, 1)'),
       ('(0, 1)', '[0, 1]'),
+      (r'\boxed{[0,1]}', '[0,1)'),
+      (r'\([0,1]\)', '[0,1)'),
+      ('**[0,1]**', '[0,1)'),
+      ('[0,1].', '[0,1)'),
+      (r'\left[0,1\right]', r'\left[0,1\right)'),
+      (r'(0,1)\cup[2,3)', r'(0,1]\cup[2,3)'),
+      (r'x \in (-2,7)', r'x \in [-2,7]'),
+      (r'(-\infty,3)', r'(-\infty,3]'),
+      ('2^n-1', '2^{n-1}'),
+      (r'\frac{1}{x}+1', r'\frac{1}{x+1}'),
+      (r'\frac{a}{bc}', r'\frac{ab}{c}'),
+      (r'\sqrt{x}+1', r'\sqrt{x+1}'),
+      (r'\boxed{2^n-1}', '2^{n-1}'),
+      ('2x+1', '2(x+1)'),
+      ('-x+1', '-(x+1)'),
+      ('a/b+c', 'a/(b+c)'),
+      ('(2x)^2', '2x^2'),
+      ('x^2n', 'x^{2n}'),
+      ('(a+b)(c+d)', '(a+b)/(c+d)'),
+      ('10.5', r'2\frac{1}{2}'),
+      ('10', '10!'),
+      ('n', 'n!'),
+      ('n/2', 'n!/2'),
+      ('\u20ac10', '$10'),
   )
   def test_signs_matter(self, answer, gold):
     self.assertFalse(rewards.same_answer(answer, gold))
@@ -141,6 +165,33 @@ class SameAnswerTest(parameterized.TestCase):
       ('1,000 km', '1000 km'),
       ('(1,-2)', '( 1, -2 )'),
       ('0, 1', '[0, 1]'),
+      (r'\boxed{[0,1)}', '[0,1)'),
+      (r'\left(3,4\right)', '(3,4)'),
+      (r'\left(3,\frac{\pi}{2}\right)', r'(3,\frac{\pi}{2})'),
+      ('x^2', 'x^{2}'),
+      ('2^10', '2^{10}'),
+      ('(x+1)^2', '(x+1)^{2}'),
+      ('x^(n-1)', 'x^{n-1}'),
+      ('2(xy)', '2xy'),
+      ('2*x', '2*(x)'),
+      (r'\dfrac{x+1}{2}', r'\frac{x+1}{2}'),
+      (r'\{1,2\}', '1,2'),
+      ('(1,2),(3,4)', '((1,2),(3,4))'),
+      ('Ca(OH)2', 'CaOH2'),
+      ('Paris (France)', 'Paris France'),
+      ('2.5', r'2\frac{1}{2}'),
+      ('-1/2', r'\frac{-1}{2}'),
+      ('10080', r'10,\!080'),
+      ('1000', '1{,}000'),
+      ('Evelyn', r'\text{Evelyn}'),
+      ('90', r'90^\circ'),
+      (r'5 \sqrt{2}', r'5\sqrt{2}'),
+      ('\u00bd', '1/2'),
+      ('1\u00bd', '3/2'),
+      ('H\u2082O', 'H2O'),
+      ("O'Brien", 'O\u2019Brien'),
+      ('42!', '42'),
+      ('10', '$10'),
       ('3;4', '3, 4'),
       ('n - 1', 'n-1'),
       ('- Paris', 'Paris'),
@@ -183,6 +234,17 @@ class RewardTest(parameterized.TestCase):
     for answer in ('B', '(B)', 'b', f'B) {wrong}', wrong, f'A) {wrong}'):
       with self.subTest(answer):
         self.assertEqual(set(rewards.scores(task, answer).values()), {0.0})
+
+  @parameterized.parameters('21.5', 'B. 21.5', 'B', 'B)21.5')
+  def test_labels_in_options_are_no_text(self, answer):
+    task = choice('A)21', 'B)21.5', 'C)22', letter='B')
+    self.assertEqual(set(rewards.scores(task, answer).values()), {1.0})
+    for wrong in ('21', 'A)21', 'A', 'B) 22'):
+      self.assertEqual(rewards.scores(task, wrong)['em'], 0.0)
+
+  @parameterized.parameters(('2^n-1', '2^{n-1}'), ('[0,1].', '[0,1)'))
+  def test_groups_count_in_all_scores(self, answer, gold):
+    self.assertEqual(set(rewards.scores(types.Task('t', 'q', (gold,)), answer).values()), {0.0})
 
   def test_letter_decides_all_scores(self):
     task = choice('5', '15', '5 apples')
