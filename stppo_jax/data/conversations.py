@@ -13,6 +13,7 @@ The model's chat template renders the messages, and each turn of the assistant b
 episode. Contexts and turns are encoded apart, as the run encodes prompts and observations.
 """
 
+import collections
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.data import cells
+from stppo_jax.data import layout_profile as profile_lib
 from stppo_jax.data import row_files
 from stppo_jax.text import template as template_lib
 from stppo_jax.text import tokenizer as tokenizer_lib
@@ -74,6 +76,10 @@ _WHOLE = ('messages', 'conversations', 'conversation', 'trajectory')
 _PAIR = ('prompt', 'completion')
 # Columns that are false for a row not to imitate: TRL and LLaMA-Factory; SWE-agent.
 _FLAGS = ('label', 'kto_tag', 'target', 'resolved')
+# Columns whose rows are about more than text, such as image, image_path, images or video_url.
+_MEDIA_NAME = re.compile(
+    '(image|picture|video|audio)s?[ _-]?([0-9]+|(path|url|file|file_?name|name|id|data|bytes)s?)?'
+)
 # Names that may mask turns. Only the keys that `_is_masked` reads have a known meaning.
 _MASK_NAME = re.compile('mask|weight|(?<![a-z])(loss|train|learn)')
 _MASKS = ('weight', 'loss', 'train', 'training')
@@ -102,12 +108,14 @@ def read(
     )
   names = columns.values() if columns else source
   row_files.log_once(f'{path}: conversations in {", ".join(names)}')
-  known = [*COLUMNS, *(name.partition('.')[0] for name in columns.values())]
+  media = _media_columns(path)
+  known = [*COLUMNS, *media, *(name.partition('.')[0] for name in columns.values())]
   is_table = path.name.lower().endswith(('.parquet', '.arrow'))
   for row in row_files.read(path, known if is_table else ()):
     fields = cells.without_nulls(row.fields) if is_table else row.fields
     try:
       with row_files.explain(path, row.number):
+        _check_is_text(fields)
         if columns:
           fields = _named_fields(fields, columns)
         else:
@@ -136,6 +144,7 @@ def find_source(path: pathlib.Path) -> tuple[str, ...]:
   sources: dict[tuple[str, ...], None] = {}
   marks: dict[str, None] = {}
   first = None
+  prompts = _Prompts()
   for row in row_files.read(path):
     first = first or row
     present = [name for name, value in row.fields.items() if not cells.is_null(value)]
@@ -144,36 +153,83 @@ def find_source(path: pathlib.Path) -> tuple[str, ...]:
       sources[_PAIR] = None
       others = [name for name in others if name not in _PAIR]
     sources |= dict.fromkeys((name,) for name in present if name in _WHOLE or name in others)
+    if len(others) == 1:
+      prompts.add(others[0], row.fields)
     for name in present:
       if name not in COLUMNS and _marks_bad(name, row.fields[name]):
         marks[name] = None
   if first is None:
     return _PAIR
   listed = cells.listed(first.fields)
+  columns = {'messages': 'COLUMN'}
   if not sources:
     raise types.UserError(
         f'{path}:{first.number}: no conversation in the columns {listed}: messages, conversations, '
-        f'or prompt and completion are needed. {_advice(first, "COLUMN")}'
+        f'or prompt and completion are needed. {_advice(first, columns)}'
     )
   names = [name for source in sources for name in source]
+  columns = {'messages': names[0]}
   if len(sources) > 1:
     raise types.UserError(
         f'{path}:{first.number}: several columns may be the conversation: {", ".join(names)}. '
-        f'{_advice(first, names[0])}'
+        f'{_advice(first, columns)}'
     )
   if marks:
     raise types.UserError(
         f'{path}:{first.number}: column {next(iter(marks))!r} may mark rows not to imitate. '
-        f"{_advice(first, names[0])}; a key 'flag' names a column that is true for good rows"
+        f"{_advice(first, columns)}; a key 'flag' names a column that is true for good rows"
+    )
+  answer = prompts.answer() if len(names) == 1 else ''
+  if answer:
+    columns = {'prompt': names[0], 'completion': answer}
+    raise types.UserError(
+        f'{path}:{first.number}: the messages in {names[0]!r} end without an answer, and column '
+        f'{answer!r} may hold it. {_advice(first, columns)}'
     )
   return tuple(names)
 
 
-def _advice(row, name):
+class _Prompts:
+  """Conversations that end before the answer, and columns that may hold it."""
+
+  def __init__(self) -> None:
+    self._num_rows = 0
+    self._num_open = 0
+    self._num_texts: collections.Counter[str] = collections.Counter()  # by column, of open rows
+    self._texts: dict[str, set[int]] = {}  # their hashes
+
+  def add(self, source: str, fields: Mapping[str, object]) -> None:
+    """Looks at a row. `source` is the column with its messages."""
+    self._num_rows += 1
+    last: Any = _parsed(fields[source])[-1]
+    role = str(last.get('role', last.get('from'))).lower()
+    if _ROLES.get(role, role) == 'assistant':
+      return
+    self._num_open += 1
+    for name, value in fields.items():
+      is_known = name in COLUMNS and name != 'completion'
+      if not isinstance(value, str) or not value.strip() or name == source or is_known:
+        continue
+      if profile_lib.is_answer_name(name) or len(value.split()) > 1:
+        self._num_texts[name] += 1
+        self._texts.setdefault(name, set()).add(hash(value))
+
+  def answer(self) -> str:
+    """Returns the column that may hold the answers, or ''."""
+    by_name = [name for name in self._num_texts if profile_lib.is_answer_name(name)]
+    by_value = []
+    if self._num_open == self._num_rows:
+      for name, number in self._num_texts.items():
+        if number == self._num_rows and 2 * len(self._texts[name]) > number:
+          by_value.append(name)
+    return next(iter([*by_name, *by_value]), '')
+
+
+def _advice(row, columns):
   return (
       f'The columns are {cells.listed(row.fields)}, the first row is '
       f'{cells.shown_row(row.fields)}. '
-      f'Name the columns: --config.data.columns="{{\'messages\': {name!r}}}"'
+      f'Name the columns: --config.data.columns="{columns}"'
   )
 
 
@@ -230,8 +286,25 @@ def _check_flags(fields, min_reward):
     value = fields.get(name)
     if value not in (None, '') and not cells.is_null(value) and not cells.flag(name, value):
       raise Unusable(f'{name!r} is false')
-  for name in ('images', 'videos', 'audios'):
-    if fields.get(name):
+
+
+def _media_columns(path):
+  """Returns the columns of a Parquet file that may name images, videos or sounds."""
+  if not path.name.lower().endswith('.parquet'):
+    return []
+  first = next(row_files.read(path, ('',)), None)  # the names alone
+  return [name for name in (first.fields if first else ()) if _is_media_name(name)]
+
+
+def _is_media_name(name):
+  return bool(_MEDIA_NAME.fullmatch(name.lower()))
+
+
+def _check_is_text(fields):
+  """Raises Unusable for a row about an image, a video or a sound."""
+  for name, value in fields.items():
+    is_media = _is_media_name(name) and not cells.is_null(value)
+    if is_media and cells.without_nulls(_parsed(value)):
       raise Unusable(f'{name}, and only text is read')
 
 
@@ -245,14 +318,32 @@ def _conversation(fields, source):
     if isinstance(prompt, str) and isinstance(completion, str):
       messages = [_text_message('user', prompt), _text_message('assistant', completion)]
       messages[1]['trained'] = bool(completion)
+      _check_is_in_text(prompt, fields, tools)
       return _checked(Conversation(messages, tools, split, is_text=True))
     before = _messages('prompt', prompt, 'user', is_trained=False)
     after = _messages('completion', completion, 'assistant', is_trained=True)
-    return _checked(Conversation(before + after, tools, split))
+    messages = before + after
+    _add_system(messages, fields)
+    return _checked(Conversation(messages, tools, split))
   (name,) = source
   messages = _messages(name, _parsed(fields.get(name)), '', is_trained=True)
   _add_system(messages, fields)
   return _checked(Conversation(messages, tools, split))
+
+
+def _check_is_in_text(prompt, fields, tools):
+  """Raises ValueError if a prompt without messages leaves out a system text or tools."""
+  names = [tool['function']['name'] for tool in tools]
+  missing = [name for name in names if name not in prompt]
+  texts: list[Message] = [_text_message('user', '')]
+  _add_system(texts, fields)
+  system = texts[0]['content'].strip()  # '' if no system message is added
+  kind = 'tools' if missing else 'a system text'
+  if missing or system not in prompt:
+    raise ValueError(
+        f'the row has {kind}, and a prompt and a completion as two texts, to which nothing is '
+        "added: write messages, as in 'prompt': [{'role': 'user', 'content': ..}]"
+    )
 
 
 def _checked(conversation):
@@ -273,6 +364,8 @@ def _add_system(messages, fields):
   if isinstance(system, str) and system and not has_system:
     messages.insert(0, _text_message('system', system))
     has_system = True
+  elif isinstance(system, str) and system.strip() not in messages[0]['content']:
+    row_files.log_once("column 'system' is not read where the messages have a system message")
   if fields.get('system_prompt') and not has_system:
     row_files.log_once("column 'system_prompt' is not read: call it 'system' to show it")
   functions: list[str] = []

@@ -64,11 +64,15 @@ _MEANINGS = {
 
 
 class Misfit(Exception):
-  """A file does not fit a layout. `number` is the row that shows it."""
+  """A file does not fit a layout.
 
-  def __init__(self, number: int, message: str):
+  `number` is the row that shows it, and `text` a column with texts that the question may need.
+  """
+
+  def __init__(self, number: int, message: str, text: str = ''):
     super().__init__(message)
     self.number = number
+    self.text = text
 
 
 def user_layouts(columns: Mapping[str, Any]) -> tuple[SetLayout, ...]:
@@ -90,6 +94,7 @@ def _user_layout(columns, kind):
       columns['question'],
       dict.fromkeys(names, kind),
       options=options if isinstance(options, str) else tuple(options),
+      before=columns.get('context', ''),
       id=columns.get('id', ''),
       split=columns.get('split', ''),
       passages=columns.get('passages', ''),
@@ -137,7 +142,9 @@ def _understand(path, columns):
   readings = []
   for check in checks:
     try:
-      readings.append(check.reading())
+      reading = check.reading()
+      check.check_texts()
+      readings.append(reading)
     except Misfit as misfit:
       misfits.append((check.rank, misfit))
   readings = _most_certain(readings)
@@ -163,6 +170,32 @@ def _most_certain(readings):
   return []
 
 
+class _UnreadText:
+  """Whether the values of a column that is not read are texts that the questions need."""
+
+  def __init__(self) -> None:
+    self._num = 0  # values
+    self._num_long = 0  # those that are longer than the question of their row
+    self._first: object = None
+    self._is_constant = True
+
+  def add(self, value: object, question: object) -> None:
+    """Looks at the value of a row."""
+    if values_lib.is_empty(value):
+      return
+    self._num += 1
+    self._num_long += profile_lib.may_hold_context(value, question)
+    if self._num == 1:
+      self._first = value
+    self._is_constant = self._is_constant and value == self._first
+
+  @property
+  def may_be_needed(self) -> bool:
+    """Whether most texts are long, and differ as an instruction or a canary would not."""
+    is_same = self._is_constant and self._num > 1
+    return self._num_long > 0 and 2 * self._num_long >= self._num and not is_same
+
+
 class _Check:
   """Whether the rows of a file fit a layout. The layout of the user is certain."""
 
@@ -185,6 +218,15 @@ class _Check:
     )
     self.profile = profile
     self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint
+    self._texts: dict[str, _UnreadText] = {}
+    if layout is not OWN or 'gold' not in profile.facts:  # which names passages of a corpus
+      self._texts = {name: _UnreadText() for name in unread if self._may_be_needed(name)}
+
+  def _may_be_needed(self, name):
+    facts = self.profile.facts[name]
+    is_own_passage = self.layout is OWN and name in profile_lib.PASSAGES
+    has_text = facts.num > facts.num_numbers + facts.num_ids
+    return has_text and not is_own_passage and not profile_lib.explains_answer(name)
 
   def add(self, number: int, fields: Mapping[str, object]) -> None:
     """Looks at a row. Raises Misfit or ValueError."""
@@ -193,6 +235,20 @@ class _Check:
       is_answer = profile_lib.is_answer_name(name) and not isinstance(value, bool)
       if not is_answer and not profile_lib.is_share(name) and cells.marks_bad(name, value):
         raise Misfit(number, f'column {name!r} is {shown(value)}, and may mark a wrong answer')
+    question = values_lib.get(fields, self.layout.question)
+    for name, text in self._texts.items():
+      text.add(values_lib.get(fields, name), question)
+
+  def check_texts(self) -> None:
+    """Raises Misfit if a column that is not read has longer texts than the question."""
+    for name, text in self._texts.items():
+      if text.may_be_needed:
+        raise Misfit(
+            self.profile.first.number,
+            f"column {name!r} is not read, and the question may need its text ('context' puts it "
+            "before the question, and without 'context' it is ignored)",
+            name,
+        )
 
   def reading(self) -> Reading:
     """Returns how the file is read. Raises Misfit."""
@@ -585,8 +641,10 @@ def _refusal(profile, misfits, columns):
   ranked = [pair for pair in misfits if str(pair[1])]
   number = first.number
   complaint = _missing(profile)
+  text = ''
   if ranked:
     _, misfit = max(ranked, key=lambda pair: pair[0])
+    text = misfit.text
     number = misfit.number
     complaint = str(misfit)
   message = f'{profile.path}:{number}: {complaint}'
@@ -596,7 +654,7 @@ def _refusal(profile, misfits, columns):
   return types.UserError(
       f'{message}. No published layout fits for certain. The columns are {listed}, the first row '
       f'is {cells.shown_row(first.fields)}. Name the columns: '
-      f'--config.data.columns="{_suggestion(profile)}"'
+      f'--config.data.columns="{_suggestion(profile, text)}"'
   )
 
 
@@ -621,8 +679,11 @@ def _missing(profile):
   return f'no known answer in the columns {listed}'
 
 
-def _suggestion(profile):
-  """Returns a value of data.columns for a file, with the columns that may be meant."""
+def _suggestion(profile, text):
+  """Returns a value of data.columns for a file, with the columns that may be meant.
+
+  `text` is a column that the question may need, or ''.
+  """
   names = list(profile.facts)
   questions = [name for name in (*profile_lib.QUESTIONS, *names) if name in names]
   answers = [name for name in names if profile_lib.is_answer_name(name)]
@@ -636,8 +697,15 @@ def _suggestion(profile):
   if options or rows:
     columns['options'] = (options or rows)[0]
     columns['answer_is'] = '|'.join(layouts.CHOICE_KINDS)
-  passages = [name for name in names if profile_lib.may_be_context(name, profile.facts[name])]
-  passages = [name for name in passages if name not in questions]
-  if passages:
-    columns['passages'] = passages[0]
+  contexts = [name for name in names if _may_be_context(name, profile)]
+  contexts = [name for name in contexts if name != columns['question']]
+  texts = [name for name in contexts if profile.facts[name].num_texts]
+  if text or texts:
+    columns['context'] = text or texts[0]
+  elif contexts:
+    columns['passages'] = contexts[0]
   return columns
+
+
+def _may_be_context(name, profile):
+  return not profile_lib.is_media(name) and profile_lib.may_be_context(name, profile.facts[name])

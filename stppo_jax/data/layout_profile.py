@@ -65,6 +65,13 @@ _CONTEXT_WORDS = frozenset(
     'review tweet email schema stimulus situation'.split()
 )
 
+# A column whose name has such a word explains an answer.
+_EXPLAINING_WORDS = frozenset(
+    'explanation explanations exp explain reason reasons reasoning rationale rationales cot '
+    'thought thoughts thinking proof proofs derivation generation generations generated trace '
+    'traces critique feedback canary'.split()
+)
+
 _SHARE_WORDS = frozenset(
     'rate rates percentage ratio share accuracy num number count counts'.split()
 )
@@ -82,6 +89,8 @@ _QUESTION_NAMES = frozenset('question query problem prompt instruction input goa
 
 # A letter, several ones, or a number, which may name options.
 BARE = re.compile(r'\(?[A-Za-z]\)?[.)]?|[A-J]{2,}|[A-J](, ?[A-J])+|-?[0-9]+|op[a-e]')
+
+_SHORTEST_CONTEXT = 40  # characters of a text that a question may need
 
 _SHORTEST_PROSE = 80  # characters of a text that explains an answer, and names none
 
@@ -239,15 +248,54 @@ def may_name_answer(name: str) -> bool:
   return is_answer_name(name) or is_position
 
 
+def is_media(name: str) -> bool:
+  """Returns whether a column may hold images, videos or sounds."""
+  return not _MEDIA_WORDS.isdisjoint(words_of(name))
+
+
 def may_be_context(name: str, facts: ColumnFacts) -> bool:
   """Returns whether a question may not be understood without a column."""
   words = set(words_of(name))
-  if words & _MEDIA_WORDS:
+  if is_media(name):
     return True
   is_question = '.' not in name and name.lower() in _QUESTION_NAMES
   is_name = _is_about(name) or words_of(name)[-1:] and words_of(name)[-1] in _NAME_WORDS
   is_context = is_question or words & _CONTEXT_WORDS and not is_name
   return bool(facts.num > facts.num_numbers and is_context)
+
+
+def explains_answer(name: str) -> bool:
+  """Returns whether the texts of a column are an answer, explain it, or name something."""
+  words = words_of(name)
+  is_name = bool(words) and words[-1] in _NAME_WORDS
+  return is_name or is_answer_name(name) or not _EXPLAINING_WORDS.isdisjoint(words)
+
+
+def may_hold_context(value: object, question: object) -> bool:
+  """Returns whether a value has enough text to be what a question is about.
+
+  The text is longer than the question. Dicts do not count, because their keys are columns, too.
+  """
+  if isinstance(value, str) and len(value) < _SHORTEST_CONTEXT:
+    return False
+  value = values_lib.value_of(value)
+  if isinstance(value, dict):
+    return False
+  shortest = max(_SHORTEST_CONTEXT, _num_chars(values_lib.value_of(question)) + 1)
+  return _num_chars(value) >= shortest
+
+
+def _num_chars(value):
+  """Returns the number of characters in the texts of a value that have several words.
+
+  Addresses do not count. Words outside ASCII need no spaces, as in Chinese.
+  """
+  if isinstance(value, str):
+    text = re.sub(r'https?://\S+', '', value).strip() if '://' in value else value.strip()
+    return 0 if text.isascii() and len(text.split()) < 2 else len(text)
+  if isinstance(value, dict):
+    value = list(value.values())
+  return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
 def rows_of_columns(names: Sequence[str], present: Sequence[str]) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import base64
 import binascii
 from collections.abc import Iterator
 from collections.abc import Mapping
+import functools
 import hashlib
 import pathlib
 import re
@@ -75,6 +76,15 @@ class SetReader:
     """Whether the file is one of our own."""
     return self._layout is layout_fit.OWN
 
+  def unusable(self, fields: Mapping[str, object]) -> str:
+    """Returns why a row of one of our own files is left out, or ''."""
+    try:
+      _check_is_text(fields)
+      values_lib.check_state(fields)
+    except Unanswerable as error:
+      return str(error)
+    return ''
+
   def read(self, row: FileRow) -> Iterator[Question]:
     """Yields the questions of a row: one, or those of an article of SQuAD.
 
@@ -87,7 +97,7 @@ class SetReader:
   def _question(self, row, fields):
     layout = self._layout
     passages, gold = _passages(fields, layout)
-    question = _question(fields, layout)
+    question = self._question_text(fields)
     try:
       _check_is_text(fields)
       values_lib.check_state(fields)
@@ -118,6 +128,32 @@ class SetReader:
     )
     has_id = not layout.is_indexed and bool(values_lib.first_of(fields, self._id_columns())[0])
     return Question(task, passages, has_id=has_id)
+
+  def _question_text(self, fields):
+    """Returns the question: a column, or a prompt without its instruction."""
+    layout = self._layout
+    name = layout.question
+    value = values_lib.value_of(get(fields, name))
+    is_prompt = name in ('prompt', 'messages') and layout.source != layouts.USER
+    if is_prompt or types.is_of(value, list[dict]):
+      return _readable(name, self._prompts.question(get(fields, name)))
+    value = get(fields, name)
+    if not isinstance(value, str):
+      raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
+    if not value.strip():
+      raise ValueError(f'column {name!r} is empty: a text is needed')
+    text = _readable(name, value.strip())
+    before = get(fields, layout.before) if layout.before else None
+    is_users = layout.source == layouts.USER
+    if is_users and not values_lib.is_empty(before) and not isinstance(before, str):
+      raise ValueError(f'column {layout.before!r} is {shown(before)}: a text is needed')
+    if isinstance(before, str) and before.strip() and text not in before:
+      text = f'{before.strip()}\n{text}'
+    return text
+
+  @functools.cached_property
+  def _prompts(self):
+    return PromptReader(self._path, self._layout.question)
 
   def _id_columns(self):
     return (self._layout.id,) if self._layout.id else profile_lib.IDS
@@ -199,25 +235,6 @@ def _check_is_text(fields):
       raise Unanswerable(f'column {name!r} {kind}, and only text is read')
 
 
-def _question(fields, layout):
-  """Returns the question: a column, or the end of a prompt."""
-  name = layout.question
-  value = values_lib.value_of(get(fields, name))
-  is_prompt = name in ('prompt', 'messages') and layout.source != layouts.USER
-  if is_prompt or types.is_of(value, list[dict]):
-    return _readable(name, question_of_prompt(get(fields, name), name))
-  value = get(fields, name)
-  if not isinstance(value, str):
-    raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
-  if not value.strip():
-    raise ValueError(f'column {name!r} is empty: a text is needed')
-  text = _readable(name, value.strip())
-  before = get(fields, layout.before) if layout.before else None
-  if isinstance(before, str) and before.strip() and text not in before:
-    text = f'{before.strip()}\n{text}'
-  return text
-
-
 def _readable(name, question):
   """Returns a question. ValueError: it is encrypted, as BrowseComp's are."""
   kinds = (str.isupper, str.islower, str.isdigit)
@@ -235,30 +252,83 @@ def _readable(name, question):
   return question
 
 
-def question_of_prompt(prompt: Any, column: str = 'prompt') -> str:
-  """Returns the question of a prompt: the text after its last line 'Question:'.
+class _Prompt(NamedTuple):
+  """A prompt of a row."""
 
-  Without such a line it is the text after the first 'Question:', because a question may hold the
-  word itself, or else the whole prompt. The prompt is a text, or a list of messages.
+  before: tuple[tuple[str, str], ...]  # (role, text) of the messages before the last of the user
+  text: str  # of the last message of the user
+
+
+class PromptReader:
+  """Reads questions in the prompts of one file.
+
+  Messages before the question, and a text before its word 'Question:', are an instruction if all
+  rows of the file have the same ones, and at least two rows tell. An instruction is left out, and
+  the log shows it. All other texts belong to the question.
   """
+
+  def __init__(self, path: pathlib.Path, column: str):
+    self._column = column
+    num_prompts = 0
+    first: _Prompt | None = None
+    starts: set[str] = set()  # the texts before a word 'Question:' in all rows
+    are_same = True
+    for _, fields in profile_lib.rows(path, (column.partition('.')[0],)):
+      try:
+        prompt = _prompt(get(fields, column), column)
+      except ValueError:
+        continue  # the reader of the row complains
+      num_prompts += 1
+      starts = starts & _starts(prompt.text) if first else _starts(prompt.text)
+      first = first or prompt
+      are_same = are_same and prompt.before == first.before
+    is_told = num_prompts > 1
+    self._start = max(starts, key=len, default='') if is_told else ''
+    self._before = first.before if first and is_told and are_same else ()
+    texts = [*(text for _, text in self._before), self._start]
+    if any(map(str.strip, texts)):
+      row_files.log_once(
+          f'{path}: all prompts in {column!r} begin with an instruction, which is left out of the '
+          f'questions: {shown(" ".join(filter(None, texts)))}'
+      )
+
+  def question(self, value: object) -> str:
+    """Returns the question of a prompt. ValueError: it has none, or several turns."""
+    column = self._column
+    prompt = _prompt(value, column)
+    texts = []
+    if prompt.before != self._before:
+      roles = {role for role, _ in prompt.before}
+      if not roles <= {'system', 'developer'}:
+        raise ValueError(
+            f'column {column!r} has a conversation before its last message, and a question is one '
+            "text: write a column 'question' that holds all of it"
+        )
+      texts = [text.strip() for _, text in prompt.before]
+    question = prompt.text.removeprefix(self._start).strip().removeprefix('Question:').strip()
+    if not question:
+      raise ValueError(f'column {column!r} has no question: a message of role "user" is needed')
+    return '\n\n'.join(filter(None, [*texts, question]))
+
+
+def _starts(text):
+  """Returns the texts before each word 'Question:' of a text."""
+  return {text[: match.start()] for match in re.finditer('Question:', text)}
+
+
+def _prompt(prompt: Any, column: str) -> _Prompt:
+  """Returns a prompt that is a text or a list of messages. ValueError: the user writes nothing."""
   messages = cells.parsed(prompt) if isinstance(prompt, str) else prompt
   if isinstance(messages, str):
     messages = [{'role': 'user', 'content': messages}]
-  contents: list[Any] = []
+  texts: list[tuple[str, Any]] = []
   if types.is_of(messages, list[dict]):
-    contents = [m.get('content') for m in messages if m.get('role') == 'user']
-  question = _content(contents[-1]) if contents else None
-  if question is None:
+    texts = [(str(message.get('role')), _content(message.get('content'))) for message in messages]
+  last = max((i for i, (role, _) in enumerate(texts) if role == 'user'), default=None)
+  if last is None or texts[last][1] is None:
     raise ValueError(f'column {column!r} is {shown(prompt)}: a text of role "user" is needed')
-  lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
-  if lines:
-    question = question[lines[-1].end() :]
-  elif 'Question:' in question:
-    question = question.partition('Question:')[2]
-  question = question.strip()
-  if not question:
-    raise ValueError(f'column {column!r} has no question: a message of role "user" is needed')
-  return question
+  before = tuple((role, text) for role, text in texts[:last] if text)
+  return _Prompt(before, texts[last][1])
 
 
 def _content(content):

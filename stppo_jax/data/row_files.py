@@ -27,6 +27,8 @@ _NO_ROWS = re.compile(
     r'((dataset_infos?|dataset_dict|state|.*config|package|tokenizer.*|.*index|corpus)\.\w+'
     r'|metadata\.json)(\.gz)?'
 )
+_CORPUS = 'corpus'  # a folder with the passages of a set, as BEIR on the hub has
+_CACHE = re.compile(r'cache-[0-9a-f]{8,}.*\.arrow')  # results of Dataset.map and filter
 
 
 class FileRow(NamedTuple):
@@ -45,14 +47,63 @@ def has_known_suffix(path: pathlib.Path) -> bool:
 
 
 def in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files with rows in a folder and the folders in it, in the order of their names."""
-  paths = []
+  """Returns the files with rows in a folder and the folders in it, in the order of their names.
+
+  The files of a folder `corpus` in it hold passages, and do not count. UserError: two files have
+  one name with different suffixes, or a file of `Dataset.save_to_disk` is missing.
+  """
+  paths: dict[pathlib.Path, pathlib.Path] = {}  # by path without suffixes
+  saved: dict[pathlib.Path, list[str]] = {}
   for path in sorted(folder.rglob('*')):
-    is_hidden = any(part.startswith('.') for part in path.relative_to(folder).parts)
-    if path.is_file() and not is_hidden and has_known_suffix(path):
-      if not _NO_ROWS.fullmatch(path.name):
-        paths.append(path)
-  return paths
+    *folders, name = path.relative_to(folder).parts
+    is_hidden = any(part.startswith('.') for part in (*folders, name))
+    if not path.is_file() or is_hidden or not has_known_suffix(path):
+      continue
+    if _CORPUS in folders:
+      log_once(f'{path.parent}: holds passages by its name, and no questions')
+      continue
+    if path.parent not in saved:
+      saved[path.parent] = _saved_files(path.parent)
+    if _NO_ROWS.fullmatch(name) or _is_cache(path, saved[path.parent]):
+      continue
+    stem = name.lower().removesuffix('.gz').removesuffix(_suffix(path))
+    twin = paths.setdefault(path.with_name(stem), path)
+    if twin != path:
+      raise types.UserError(
+          f'{path}: may hold the same rows as {twin.name}: give one of the two files, or move one '
+          'to another folder'
+      )
+  return list(paths.values())
+
+
+def _is_cache(path, saved):
+  """Returns whether a file is a cache of the library `datasets`, and no part of a set."""
+  if path.suffix.lower() != '.arrow':
+    return False
+  is_cache = path.name not in saved if saved else bool(_CACHE.fullmatch(path.name))
+  if is_cache:
+    log_once(f'{path}: a cache of the library datasets, which is not read')
+  return is_cache
+
+
+def _saved_files(folder):
+  """Returns the files that state.json of `Dataset.save_to_disk` lists. UserError: one is missing.
+
+  []: another program wrote the folder.
+  """
+  path = folder / 'state.json'
+  if not path.is_file():
+    return []
+  with explain(path, 1):
+    state = _decode(path.read_bytes())
+  files: Any = state.get('_data_files') if isinstance(state, dict) else None
+  if not types.is_of(files, list[dict]):
+    return []
+  names = [file['filename'] for file in files if isinstance(file.get('filename'), str)]
+  for name in names:
+    if not (folder / name).is_file():
+      raise types.UserError(f'{path}: lists {name}, which is missing: copy the whole folder again')
+  return names
 
 
 def read(path: pathlib.Path, columns: Sequence[str] = ()) -> Iterator[FileRow]:

@@ -37,6 +37,8 @@ _PASSAGE_TEXTS = ('text', 'content', 'contents', 'page_content', 'passage', 'seg
 _OWN_COLUMNS = ('answers', 'gold', 'hops', 'steps', 'title', 'wikipedia_title', 'meta', 'metadata')
 _NO_COLUMNS: Mapping[str, Any] = types_lib.MappingProxyType({})
 _CORPUS = 'corpus'  # the stem of a folder's file of passages
+# Files and folders of a set that hold its questions, as of BEIR and MS MARCO.
+_QUERIES = re.compile(r'(quer(y|ies)|questions|qrels|topics|qas)(?![a-z]).*')
 # A split in the name of a file: train-00000-of-00002.parquet, hotpot_dev_distractor_v1.json.
 _SPLIT_IN_NAME = re.compile(r'(?<![a-z])(train|dev|validation|valid|val|test)(?![a-z])')
 _OTHER_NAMES = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}
@@ -108,8 +110,10 @@ def load_all(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> Loaded
   seen: set[tuple[str, str]] = set()
   unanswered: list[str] = []
   readings: dict[pathlib.Path, str] = {}
+  contents = _Contents()
   for path in paths:
     seen_in_file: set[tuple[str, str]] = set()
+    start = len(tasks)
     for loaded in _questions(path, columns, readings):
       task = loaded.task
       if task is None:
@@ -124,7 +128,31 @@ def load_all(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> Loaded
         check_task(task, seen)
       seen_in_file.add(key)
       tasks.append(task)
+    if len(paths) > 1:
+      contents.add(path, tasks[start:])
   return Loaded(tasks, unanswered, readings)
+
+
+class _Contents:
+  """The questions of several files, none of which may hold all those of another one."""
+
+  def __init__(self) -> None:
+    self._places: dict[Any, pathlib.Path] = {}  # by question, the first file with it
+    self._sizes: dict[pathlib.Path, int] = {}  # the number of distinct questions
+
+  def add(self, path: pathlib.Path, tasks: Sequence[types.Task]) -> None:
+    """Adds the questions of a file. UserError: it has those of an earlier file, or the reverse."""
+    keys = {(task.question, task.answers, task.options, task.split) for task in tasks}
+    common = collections.Counter(self._places[key] for key in keys if key in self._places)
+    for other, number in common.items():
+      if number in (len(keys), self._sizes[other]):
+        raise types.UserError(
+            f'{path}: {number} questions are those of {other}, and each would be asked twice: give '
+            'one of the two files'
+        )
+    self._sizes[path] = len(keys)
+    for key in keys:
+      self._places.setdefault(key, path)
 
 
 def _of_split(tasks, split):
@@ -200,17 +228,21 @@ def load_corpus(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> lis
   the passages that come with the questions are the corpus, as those of HotpotQA.
   """
   parts = _parts(source)
-  paths = [path for path in map(_corpus_path, parts) if path is not None]
+  paths = [path for part in parts for path in _corpus_paths(part)]
   passages: dict[str, types.Passage] = {}
   num_of_questions = 0
   num_questions = 0
   empty: list[str] = []
+  queries = set() if paths else _query_files(parts)
   for path in paths or _question_paths(source):
     for row, of_questions in _passage_rows(path, columns):
       if of_questions is not None:
         num_questions += 1
         num_of_questions += len(of_questions)
         passages |= {passage.id: passage for passage in of_questions}
+        continue
+      if path in queries:
+        row_files.log_once(f'{path}: holds questions by its name, and is no file of passages')
         continue
       with row_files.explain(path, row.number):
         passage = _passage(row)
@@ -350,17 +382,34 @@ def _question_paths(source: str) -> list[pathlib.Path]:
   return paths
 
 
-def _corpus_path(part: str) -> pathlib.Path | None:
-  """Returns the file of passages in a folder; None: it has none, or the part is a file."""
+def _corpus_paths(part: str) -> list[pathlib.Path]:
+  """Returns the files of passages in a folder: its file or its folder `corpus`.
+
+  []: it has none, or the part is a file.
+  """
   folder = _path(part)
   if not folder.is_dir():
-    return None
-  files = [path for path in sorted(folder.glob(f'{_CORPUS}.*')) if row_files.has_known_suffix(path)]
-  if files:
-    return files[0]
+    return []
+  for place in (folder, folder / _CORPUS):  # the hub has the files of BEIR in folders
+    files = filter(row_files.has_known_suffix, sorted(place.glob(f'{_CORPUS}.*')))
+    if first := next((path for path in files if path.is_file()), None):
+      return [first]
+  if (folder / _CORPUS).is_dir():
+    return row_files.in_folder(folder / _CORPUS)
   if (folder / 'qa.jsonl').is_file() and part == 'embedded':
-    return _checked(folder / f'{_CORPUS}.jsonl')
-  return None
+    return [_checked(folder / f'{_CORPUS}.jsonl')]
+  return []
+
+
+def _query_files(parts: Sequence[str]) -> set[pathlib.Path]:
+  """Returns the files of folders that hold questions by their names, or by those of folders."""
+  paths = set()
+  for folder in filter(pathlib.Path.is_dir, map(_path, parts)):
+    for path in row_files.in_folder(folder):
+      names = path.relative_to(folder).parts
+      if any(_QUERIES.fullmatch(name.lower()) for name in names):
+        paths.add(path)
+  return paths
 
 
 def _path(part: str) -> pathlib.Path:
@@ -419,8 +468,9 @@ def _questions(
         yield _Loaded(row, *question)
       continue
     with row_files.explain(path, row.number):
-      task = _task(row.fields, f'{path.name.partition(".")[0]}-{row.number}')
-    yield _Loaded(row, task, has_id='id' in row.fields)
+      reason = reader.unusable(row.fields) if reader is not None else ''
+      task = None if reason else _task(row.fields, f'{path.name.partition(".")[0]}-{row.number}')
+    yield _Loaded(row, task, reason=reason, has_id='id' in row.fields)
 
 
 def _passage_rows(

@@ -15,6 +15,7 @@ import transformers
 
 from stppo_jax import types
 from stppo_jax.data import conversations
+from stppo_jax.data import row_files
 from stppo_jax.text import tokenizer as tokenizer_lib
 from tests.support import tiny_tokenizer
 
@@ -392,6 +393,91 @@ class ReadTest(_Test):
       self.read(row | {'reward': 'high'})
     reason = self.read(row | {'reward': 1, 'images': ['x.png']})
     self.assertEqual(reason, 'images, and only text is read')
+
+  @parameterized.parameters(
+      ('image', 'x.jpg'),
+      ('image', {'bytes': 'AA==', 'path': None}),
+      ('image_path', 'x.jpg'),
+      ('images', ['x.jpg']),
+      ('image_1', 'x.jpg'),
+      ('video', 'x.mp4'),
+      ('videos', ['x.mp4']),
+      ('audio', 'x.wav'),
+      ('audio_url', 'http://x'),
+  )
+  def test_row_about_media_is_left_out(self, column, value):
+    """LLaVA writes `image`, and its text is `<image>` with a question."""
+    row = {'conversations': json.dumps(_MESSAGES)}
+    empty = {'path': None} if isinstance(value, dict) else None
+    for name in ('chats.jsonl', 'chats.parquet'):
+      reason = f'{column}, and only text is read'
+      self.assertEqual(self.read(row | {column: value}, name), reason)
+      columns = {'messages': 'conversations'}
+      self.assertEqual(self.read(row | {column: value}, name, columns=columns), reason)
+      self.check(self.read(row | {column: empty, 'imagery': 'x', 'audience': 'x'}, name))
+
+  @parameterized.parameters('system', 's')
+  def test_system_text_comes_before_prompt_and_completion(self, column):
+    columns = (
+        {'prompt': 'prompt', 'completion': 'completion', 'system': 's'} if column == 's' else {}
+    )
+    for prompt in ('Hi.', [{'role': 'user', 'content': 'Hi.'}]):
+      row = {'prompt': prompt, 'completion': [{'role': 'assistant', 'content': 'Arr.'}]}
+      conversation = self.read(row | {column: 'You are a pirate.'}, columns=columns)
+      contents = [(m['role'], m['content']) for m in conversation.messages]
+      expected = [('system', 'You are a pirate.'), ('user', 'Hi.'), ('assistant', 'Arr.')]
+      self.assertEqual(contents, expected)
+
+  @parameterized.parameters(
+      ({'system': 'You are a pirate.'}, 'a system text'),
+      ({'s': 'You are a pirate.'}, 'a system text'),
+      ({'chat_template_kwargs': {'custom_instructions': 'Be kind.'}}, 'a system text'),
+      ({'tools': [_TOOL]}, 'tools'),
+  )
+  def test_two_texts_show_no_system_or_tools(self, fields, kind):
+    columns = (
+        {'prompt': 'prompt', 'completion': 'completion', 'system': 's'} if 's' in fields else {}
+    )
+    row = {'prompt': 'Hi.', 'completion': 'Arr.'}
+    with self.assertRaisesRegex(types.UserError, f'jsonl:1: the row has {kind}.*: write messages'):
+      self.read(row | fields, columns=columns)
+    whole = 'You are a pirate. Be kind. Use search. Hi.'  # the texts of all of them
+    self.assertTrue(self.read(row | fields | {'prompt': whole}, columns=columns).is_text)
+    self.assertTrue(self.read(row | {'system': '', 'tools': []}).is_text)
+
+  def test_unread_system_text_is_logged(self):
+    row_files.log_once.cache_clear()
+    with self.assertLogs('absl', 'INFO') as logs:
+      self.check(self.read({'messages': _MESSAGES, 'system': 'Be long.'}))
+    self.assertIn("column 'system' is not read where the messages have", logs.output[-1])
+
+  @parameterized.parameters(
+      ('input', 'output', '4'),
+      ('prompt', 'response', '4'),
+      ('messages', 'answer', 'four'),
+      ('messages', 'completion', 'four'),
+      ('conversations', 'generation', 'It is four.'),
+  )
+  def test_prompt_without_its_answer_is_refused(self, column, other, text):
+    messages = [m for m in _MESSAGES if isinstance(m['content'], str)]
+    messages += [{'role': 'user', 'content': 'And 2 + 2?'}]
+    row = {column: messages, other: text, 'category': 'chat'}
+    with self.assertRaisesRegex(
+        types.UserError,
+        f'messages in {column!r} end without an answer, and column {other!r} may hold it.*'
+        f"--config.data.columns=\"{{'prompt': {column!r}, 'completion': {other!r}}}\"",
+    ):
+      self.read(row)
+    conversation = self.read(row, columns={'prompt': column, 'completion': other})
+    trained = [m['content'] for m in conversation.messages if m.get('trained')]
+    self.assertEqual(trained, [text])
+
+  def test_texts_beside_whole_conversations_are_no_answers(self):
+    whole = _MESSAGES[:-1]
+    for messages, texts in ((whole, {'answer': 'b', 'problem': 'Which river?'}), (_MESSAGES, {})):
+      self.check(self.read({'messages': messages, 'source': 'web', 'prompt_id': 'a1'} | texts))
+    rows = [{'messages': _MESSAGES, 'license': 'CC BY 4.0'} for _ in range(3)]
+    self.assertEqual(conversations.find_source(self.write('chats.jsonl', rows)), ('messages',))
 
   @parameterized.named_parameters(
       ('nemotron', {'tools_json': json.dumps([_TOOL])}),

@@ -503,6 +503,68 @@ class LayoutTest(_FileTest):
     self.assertEqual(found[0].options, (('A', 'x'), ('C', 'z')))
 
 
+_NEEDED = 'Anne is kind. All kind people are big. All big people who are kind are also green.'
+_CHINESE = '安妮很善良。善良的人都很高大。善良而高大的人都是绿色的。' * 2
+
+
+class UnreadTextTest(_FileTest):
+  """A text that the question may need is read, or the file is refused."""
+
+  def rows(self, name, texts):
+    return [
+        {'question': f'Is Anne number {i} green?', 'answer': answer, name: text}
+        for i, (text, answer) in enumerate(zip(texts, ('red', 'blue', 'it'), strict=False))
+    ]
+
+  @parameterized.parameters(
+      *(
+          'theory contract para premises lecture summary evidence content code rules report ctxs '
+          'knowledge support source_text vignette lyrics x info'
+      ).split(),
+      'metadata.text',
+  )
+  def test_long_unread_text_is_refused(self, name):
+    for texts in ([_NEEDED], [_NEEDED + str(i) for i in range(3)], [_CHINESE, _CHINESE[1:]]):
+      rows = self.rows(name.partition('.')[0], texts)
+      if '.' in name:
+        rows = [row | {'metadata': {'text': row['metadata']}} for row in rows]
+      for suffix in ('.jsonl', '.parquet'):
+        path = self.write(rows, suffix)
+        with self.assertRaisesRegex(
+            types.UserError, f"column {name!r} is not read.*--config.data.columns=.*{name}'"
+        ):
+          tasks.load_all(path)
+      columns = {'question': 'question', 'answers': 'answer'}
+      self.assertLen(tasks.load_all(path, columns).tasks, len(texts))
+      found = tasks.load_all(path, columns | {'context': name}).tasks
+      expected = [f'{text}\nIs Anne number {i} green?' for i, text in enumerate(texts)]
+      self.assertEqual([task.question for task in found], expected)
+
+  def test_lists_and_rare_texts_count(self):
+    for values in (
+        [[{'title': 't', 'text': _NEEDED}], [{'title': 't', 'text': _NEEDED[1:]}]],
+        [[_NEEDED], [_NEEDED, 'x']],
+        [None, _NEEDED],
+    ):
+      with self.assertRaisesRegex(types.UserError, "column 'docs' is not read"):
+        tasks.load_all(self.write(self.rows('docs', values)))
+    columns = {'question': 'question', 'answers': 'answer', 'context': 'docs'}
+    with self.assertRaisesRegex(types.UserError, "column 'docs' is .*: a text is needed"):
+      tasks.load_all(self.write(self.rows('docs', [[_NEEDED]])), columns)
+
+  def test_constant_and_short_texts_are_ignored(self):
+    for texts in ([_NEEDED, _NEEDED], ['Geography', 'Physics'], ['a b', 'Is it?']):
+      self.assertLen(tasks.load_all(self.write(self.rows('notes', texts))).tasks, 2)
+    row = {'question': f'{_NEEDED} {_NEEDED} Is Anne green?', 'answer': 'it', 'notes': _NEEDED}
+    self.assertLen(tasks.load_all(self.write([row])).tasks, 1)  # shorter than the question
+
+  def test_own_file_with_gold_needs_no_texts(self):
+    row = {'question': 'Is Anne green?', 'answers': ['it'], 'theory': _NEEDED}
+    with self.assertRaisesRegex(types.UserError, "column 'theory' is not read"):
+      tasks.load_all(self.write([row]))
+    self.assertLen(tasks.load_all(self.write([row | {'gold': ['p1']}])).tasks, 1)
+
+
 class UserColumnsTest(_FileTest):
 
   @parameterized.parameters(('index0', 'C', 'y'), ('index1', 'B', 'x'), ('text', 'D', '2'))

@@ -17,7 +17,6 @@ from pyarrow import parquet
 import pytest
 
 from stppo_jax import types
-from stppo_jax.data import public_formats
 from stppo_jax.data import row_files
 from stppo_jax.data import tasks
 
@@ -599,6 +598,58 @@ class FormatsTest(_FileTest):
       self.load('m.json', rows)
 
 
+_TEXT = 'It is so because the first of the two numbers is larger than the second one is.'
+
+
+class LongColumnsTest(_FileTest):
+  """Published sets explain their answers at length, and their questions do not need it."""
+
+  @parameterized.named_parameters(
+      ('aime', {'problem': 'p', 'answer': '073', 'year': '2024'}, 'solution'),
+      ('svamp', {'Body': 'b', 'Question': 'q', 'Answer': 8.0}, 'question_concat'),
+      ('strategyqa', {'question': 'q', 'answer': True}, 'description'),
+      ('medmcqa', _MEDMCQA, 'exp'),
+      ('sciq', {'question': 'q', 'correct_answer': 'a'}, 'explanation'),
+      ('pubmedqa', _PUBMED_OWN['21645374'], 'MESHES'),
+      ('popqa', {'question': 'q', 'possible_answers': '["a"]'}, 's_aliases'),
+      ('hle', {'question': 'q', 'answer': 'a'}, 'rationale'),
+      ('aqua', {'question': 'q', 'options': ['A)1', 'B)2'], 'correct': 'B'}, 'rationale'),
+      ('c_eval', {'question': 'q', 'A': 'x', 'B': 'y', 'answer': 'B'}, 'explanation'),
+      ('gsm8k', {'question': 'q', 'answer': 'a'}, 'reasoning_steps'),
+      ('natural_reasoning', {'question': 'q', 'reference_answer': 'a'}, 'responses'),
+      (
+          'openr1',
+          {'problem': 'p', 'answer': '3', 'question_type': 'word', 'generations': [_TEXT]},
+          'messages',
+      ),
+      ('verl', {**_VERL, 'question': 'q'}, 'extra_info.solution'),
+      (
+          'qasc',
+          {'question': 'q', 'choices': {'text': ['x'], 'label': ['A']}, 'answerKey': 'A'},
+          'combinedfact',
+      ),
+  )
+  def test_explanation_keeps_a_file_readable(self, row, name):
+    texts = [f'{_TEXT} {i}' for i in range(3)]
+    rows = []
+    for text in texts:
+      value = [{'content': text}] if name == 'messages' else text
+      rows.append({**row, name: value, 'canary': _TEXT, 'id': text})
+    self.assertLen(self.load('f.json', rows), 3)
+
+  @parameterized.parameters(
+      ('https://en.wikipedia.org/wiki/Lima_Peru, https://en.wikipedia.org/wiki/Peru_Lima',),
+      ("['https://en.wikipedia.org/wiki/Lima_Peru', 'https://en.wikipedia.org/wiki/Peru_Lima']",),
+      ('QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVphYmNkZWZnaGlqa2xtbm9w',),
+      (
+          "{'topic': 'Geography', 'answer_type': 'Place', 'urls': ['https://en.wikipedia.org/Lima']}",
+      ),
+  )
+  def test_addresses_and_keys_are_no_texts(self, value):
+    row = {'Prompt': 'q', 'Answer': 'Lima', 'wiki_links': value}
+    self.assertEqual(self.one(row).answers, ('Lima',))
+
+
 class PassagesTest(_FileTest):
 
   def test_passages_come_with_the_questions(self):
@@ -855,10 +906,66 @@ class FilesTest(_FileTest):
 
   def test_two_files_may_have_the_same_ids(self):
     """FlashRAG calls the first row of each set `dev_0`."""
-    row = {'id': 'dev_0', 'question': 'q', 'golden_answers': ['a']}
-    paths = [self.write(f'{name}/dev.jsonl', [row]) for name in ('nq', 'popqa')]
+    row = {'id': 'dev_0', 'golden_answers': ['a']}
+    names = ('nq', 'popqa')
+    paths = [self.write(f'{name}/dev.jsonl', [row | {'question': name}]) for name in names]
     ids = [task.id for task in tasks.load_tasks(','.join(paths), 'dev')]
     self.assertEqual(ids, ['dev_0', 'dev_0-dev-1'])
+
+  @parameterized.parameters(
+      ('hotpot_dev_distractor_v1.jsonl', 'hotpot_dev_fullwiki_v1.jsonl', 3),
+      ('a.jsonl', 'b.jsonl', 2),  # a part of the other file
+      ('main/train.jsonl', 'socratic/train.jsonl', 3),
+      ('train.parquet', 'train-00000-of-00001.parquet', 3),
+  )
+  def test_questions_of_two_files_are_refused(self, first, second, number):
+    rows = [{'question': f'q{i}', 'answer': 'a', 'id': f'{i}'} for i in range(3)]
+    paths = [self.write(first, rows), self.write(second, rows[:number])]
+    self.write('test.jsonl', rows)  # another split, about which a run warns
+    for source in (','.join(paths), ','.join(paths[::-1]), str(self.folder)):
+      with self.assertRaisesRegex(
+          types.UserError, f'{number} questions are those of .*: give one of the two files'
+      ):
+        tasks.load_all(source)
+    changed = [{**row, 'answer': 'b'} for row in rows]
+    self.write(second, changed)
+    self.assertLen(tasks.load_all(','.join(paths)).tasks, 6)
+
+  def test_files_with_one_name_are_refused(self):
+    rows = [{'question': 'q', 'answer': 'a'}]
+    for names in (('train.jsonl', 'train.jsonl.gz'), ('Train.csv', 'train.parquet')):
+      folder = names[0]
+      self.write(f'{folder}/{names[0]}', 'question,answer\nq,a\n' if 'csv' in folder else rows)
+      self.write(f'{folder}/{names[1]}', rows)
+      with self.assertRaisesRegex(types.UserError, f'may hold the same rows as {names[0]}: give'):
+        tasks.load_all(str(self.folder / folder))
+    self.write('one/train.jsonl', rows)
+    self.write('two/train.jsonl', [{'question': 'other', 'answer': 'a'}])
+    self.assertLen(row_files.in_folder(self.folder / 'one'), 1)
+
+  @parameterized.parameters(True, False)
+  def test_caches_of_datasets_are_no_rows(self, has_state):
+    """`load_from_disk(..).map(..)` writes them beside the files of the set."""
+    names = ('data-00000-of-00001', 'cache-0123456789abcdef', 'cache-01234567_00000_of_00002')
+    for name in names:
+      self._write_arrow(f'train/{name}.arrow', [{'question': 'q', 'answer': 'a'}])
+    if has_state:
+      self._write_arrow('train/other.arrow', [{'question': 'q2', 'answer': 'a'}])
+      files = [{'filename': 'data-00000-of-00001.arrow'}]
+      self.write('train/state.json', {'_data_files': files, '_split': None})
+    for folder in (self.folder, self.folder / 'train'):
+      self.assertLen(tasks.load_all(str(folder)).tasks, 1)
+    if has_state:
+      (self.folder / 'train' / 'data-00000-of-00001.arrow').unlink()
+      with self.assertRaisesRegex(types.UserError, 'state.json: lists data-0.*, which is missing'):
+        tasks.load_all(str(self.folder))
+
+  def _write_arrow(self, name, rows):
+    path = self.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+      stream.write_table(table)
 
 
 class SplitsTest(_FileTest):
@@ -880,9 +987,8 @@ class SplitsTest(_FileTest):
     self.assertLen(tasks.load_tasks(path, 'dev'), 1)
 
   def test_names_of_several_files_say_their_splits(self):
-    row = {'question': 'q', 'answer': 'a'}
     for name in ('train-00000-of-00002', 'train-00001-of-00002', 'validation-00000-of-00001'):
-      self.write(f'data/{name}.parquet', [row])
+      self.write(f'data/{name}.parquet', [{'question': name, 'answer': 'a'}])
     self.write('README.md', 'text')
     self.write('.cache/x.json', [{}])
     self.write('dataset_infos.json', {'default': {}})
@@ -926,7 +1032,19 @@ class SplitsTest(_FileTest):
     self.assertEqual(tasks.load_tasks(path, 'dev')[0].split, '')
 
 
-class ReaderTest(absltest.TestCase):
+_LONG = 'The first half ended with a lead of three points, and the second one was quiet.'
+
+
+class PromptTest(_FileTest):
+  """Questions in the prompts of verl, SkyRL and Tülu."""
+
+  def questions(self, *prompts, is_user=False, name='v.jsonl'):
+    rows = [{**_VERL, 'prompt': p, 'extra_info': {'index': i}} for i, p in enumerate(prompts)]
+    columns = {'question': 'prompt', 'answers': 'reward_model.ground_truth'} if is_user else {}
+    return [task.question for task in tasks.load_all(self.write(name, rows), columns).tasks]
+
+  def user(self, *texts):
+    return [{'role': 'user', 'content': text} for text in texts]
 
   def test_a_prompt_may_be_a_text_or_parts(self):
     for prompt in (
@@ -934,7 +1052,51 @@ class ReaderTest(absltest.TestCase):
         [{'role': 'user', 'content': 'Question: why?', 'name': None}],
         [{'role': 'user', 'content': [{'type': 'text', 'text': 'why?'}]}],
     ):
-      self.assertEqual(public_formats.question_of_prompt(prompt), 'why?')
+      self.assertEqual(self.questions(prompt), ['why?'])
+
+  def test_instruction_is_left_out_and_logged(self):
+    system = [{'role': 'system', 'content': 'Be brief.'}]
+    prompts = [system + self.user(f'Use tools. Question: {q}\n') for q in ('why?', 'who?')]
+    for name in ('v.jsonl', 'v.parquet'):
+      row_files.log_once.cache_clear()
+      with self.assertLogs('absl', 'INFO') as logs:
+        self.assertEqual(self.questions(*prompts, name=name), ['why?', 'who?'])
+      self.assertLen([line for line in logs.output if 'Be brief. Use tools.' in line], 1)
+
+  @parameterized.parameters(
+      ('Passage: {}\n\nQuestion: ', True),
+      ('Passage: {}\n\nQuestion: ', False),
+      ('Answer at once.\nContext: {}\nQuestion: ', True),
+      ('Question: an example\nAnswer: one\n\nPassage: {}\nQuestion: ', True),
+  )
+  def test_text_that_differs_belongs_to_the_question(self, start, has_rows):
+    texts = [f'{start.format(_LONG + str(i))}How many yards?' for i in range(1 + 2 * has_rows)]
+    found = self.questions(*map(self.user, texts))
+    self.assertLen(found, len(texts))
+    for question in found:
+      self.assertIn(_LONG, question)
+      self.assertEndsWith(question, 'How many yards?')
+
+  def test_different_system_texts_belong_to_question(self):
+    for num_rows in (1, 3):
+      texts = [f'The document: {_LONG}{i}' for i in range(num_rows)]
+      prompts = [[{'role': 'system', 'content': text}, *self.user('How many?')] for text in texts]
+      expected = [f'{text}\n\nHow many?' for text in texts]
+      self.assertEqual(self.questions(*prompts), expected)
+    mixed = self.questions(prompts[0], self.user('Who?'))
+    self.assertEqual(mixed, [expected[0], 'Who?'])
+
+  @parameterized.parameters((True,), (False,))
+  def test_conversation_is_no_question(self, is_user):
+    first = self.user('Tell me about Bob.')
+    first += [{'role': 'assistant', 'content': 'Bob had 3 cats.'}, *self.user('How many cats?')]
+    for prompts in ([first], [first, self.user('Who?')], [self.user('Bob has 3.', 'How many?')]):
+      with self.assertRaisesRegex(
+          types.UserError, "column 'prompt' has a conversation before its last .* column 'question'"
+      ):
+        self.questions(*prompts, is_user=is_user)
+    second = [*first[:2], *self.user('Who?')]  # the same example in all rows
+    self.assertEqual(self.questions(first, second), ['How many cats?', 'Who?'])
 
 
 if __name__ == '__main__':

@@ -83,6 +83,22 @@ class LoadTasksTest(_FileTest):
       (task,) = tasks.load_tasks(self.write('qa.jsonl', {**row, **extra}), 'train')
       self.assertEqual((task.answers, task.gold), (('a', 'b'), tuple(extra.get('gold', ()))))
 
+  @parameterized.parameters(
+      ({'is_impossible': True}, "column 'is_impossible' is True"),
+      ({'is_impossible': 'true'}, "column 'is_impossible' is 'true'"),
+      ({'answerable': False}, "column 'answerable' is False"),
+      ({'answerable': 0}, "column 'answerable' is 0"),
+      ({'image': 'x.png'}, "column 'image' holds an image, and only text is read"),
+      ({'is_impossible': True, 'answers': []}, "column 'is_impossible' is True"),
+  )
+  def test_row_without_answer_is_left_out(self, mark, reason):
+    row = {'question': 'q', 'answers': ['yes'], 'split': 'train'}
+    other = {'is_impossible': False, 'answerable': True, 'image': None}
+    path = self.write('qa.jsonl', {'id': 1, **row, **other}, {'id': 2, **row, **mark})
+    loaded = tasks.load_all(path)
+    self.assertEqual([task.id for task in loaded.tasks], ['1'])
+    self.assertEqual(loaded.unanswered, [f'{path}:2: {reason}'])
+
   def test_lone_surrogates_are_replaced_everywhere(self):
     row = {
         **_ROW,
@@ -152,8 +168,8 @@ class ParquetTest(_FileTest):
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
 
-  def row(self, **changes):
-    prompt = 'Answer the question. Question: an example\nQuestion: who wrote Faust?\n'
+  def row(self, asked='who wrote Faust?', **changes):
+    prompt = f'Answer the question. Question: an example\nQuestion: {asked}\n'
     return {
         'data_source': 'nq',
         'prompt': [{'role': 'user', 'content': prompt}],
@@ -183,9 +199,10 @@ class ParquetTest(_FileTest):
         'supporting_facts': {'title': ['Faust']},
         'context': {'title': ['Faust'], 'sentences': [['A play.']]},
     }
-    plain = tasks.load_tasks(self.write_parquet(self.row()), 'train')
+    last = self.row(extra_info={'split': 'test', 'index': 8})
+    plain = tasks.load_tasks(self.write_parquet(self.row(), last), 'train')
     row = self.row(id='train_0', golden_answers=['Goethe'], metadata=metadata)
-    path = self.write_parquet(row, name='more.parquet')
+    path = self.write_parquet(row, last, name='more.parquet')
     self.assertEqual(tasks.load_tasks(path, 'train'), plain)
     self.assertEqual([p.title for p in tasks.load_corpus(path)], ['Faust'])
 
@@ -212,8 +229,8 @@ class ParquetTest(_FileTest):
 
   def test_rows_without_index_get_unique_ids(self):
     paths = [
-        self.write_parquet(self.row(extra_info=None), self.row(extra_info=None), name=name)
-        for name in ('train.parquet', 'more.parquet')
+        self.write_parquet(*[self.row(name, extra_info=None)] * 2, name=f'{name}.parquet')
+        for name in ('train', 'more')
     ]
     ids = [task.id for task in tasks.load_tasks(','.join(paths), 'train')]
     self.assertLen(set(ids), 4)
@@ -223,9 +240,13 @@ class ParquetTest(_FileTest):
       'Who played in Question: Time?', 'Question: Time aired when?', 'Is "Question:" a word?'
   )
   def test_a_question_may_hold_the_word(self, question):
-    prompt = 'Think first. For example, <answer> Lima </answer>. Question: ' + question + '\n'
-    path = self.write_parquet(self.row(prompt=[{'role': 'user', 'content': prompt}]))
-    self.assertEqual(tasks.load_tasks(path, 'train')[0].question, question)
+    start = 'Think first. For example, <answer> Lima </answer>. Question: '
+    prompts = [[{'role': 'user', 'content': f'{start}{q}\n'}] for q in (question, 'Who?')]
+    path = self.write_parquet(
+        *(self.row(prompt=p, extra_info={'index': i}) for i, p in enumerate(prompts))
+    )
+    found = [task.question for task in tasks.load_tasks(path, 'train')]
+    self.assertEqual(found, [question, 'Who?'])
 
 
 class HostileRowTest(_FileTest):
@@ -283,6 +304,38 @@ class LoadCorpusTest(_FileTest):
     self.write('corpus.jsonl', {'id': 'p1', 'title': 'a', 'text': 'b'}, row)
     with self.assertRaisesRegex(types.UserError, 'corpus.jsonl:2: ' + complaint):
       tasks.load_corpus(str(self.folder))
+
+  @parameterized.parameters(
+      ('corpus/corpus.jsonl', 'queries/queries.jsonl'),
+      ('corpus/corpus-00000-of-00001.jsonl', 'queries/queries-00000-of-00001.jsonl'),
+      ('corpus/test-0.jsonl', 'queries/test-0.jsonl'),
+      ('corpus.jsonl', 'queries.jsonl'),
+      ('passages.jsonl', 'queries.dev.jsonl'),
+      ('docs/docs.jsonl', 'qrels/test.jsonl'),
+      ('collection.jsonl', 'topics.jsonl'),
+  )
+  def test_queries_of_a_folder_are_no_passages(self, corpus, queries):
+    """The hub has the files of BEIR in folders."""
+    for name, text in ((corpus, 'In Peru.'), (queries, 'Where is Lima?')):
+      (self.folder / name).parent.mkdir(exist_ok=True)
+      self.write(name, {'_id': name, 'title': '', 'text': text})
+    passages = tasks.load_corpus(str(self.folder))
+    self.assertEqual([passage.text for passage in passages], ['In Peru.'])
+    alone = tasks.load_corpus(str(self.folder / queries))  # the user names this file
+    self.assertEqual([passage.text for passage in alone], ['Where is Lima?'])
+
+  def test_all_files_of_corpus_folder_are_read(self):
+    (self.folder / 'corpus').mkdir()
+    for name in 'ab':
+      self.write(f'corpus/{name}.jsonl', {'_id': name, 'text': name})
+    passages = tasks.load_corpus(str(self.folder))
+    self.assertEqual([passage.text for passage in passages], ['a', 'b'])
+
+  def test_name_hides_no_passages_of_questions(self):
+    row = {'question': 'q', 'answer': 'a', 'context': 'In Peru.'}
+    self.write('questions_train.jsonl', row)
+    passages = tasks.load_corpus(str(self.folder))
+    self.assertEqual([passage.text for passage in passages], ['In Peru.'])
 
   def test_passages_without_ids_and_texts(self):
     rows = [{'title': 'a', 'text': 'b'}, {'title': None, 'text': ''}, {'title': 'c', 'text': ''}]

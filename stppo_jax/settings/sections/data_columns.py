@@ -4,7 +4,10 @@ from stppo_jax.config import Config
 from stppo_jax.types import hint
 from stppo_jax.types import UserError
 
-QUESTION_KEYS = ('question', 'answers', 'options', 'answer_is', 'passages', 'id', 'split')
+QUESTION_KEYS = (
+    *('question', 'context', 'answers', 'options', 'answer_is'),
+    *('passages', 'id', 'split'),
+)
 CONVERSATION_KEYS = ('messages', 'prompt', 'completion', 'tools', 'system', 'flag', 'split')
 _MEANINGS = ('text', 'letter', 'index0', 'index1')
 _LISTS = ('options', 'answers')  # keys that may have several columns
