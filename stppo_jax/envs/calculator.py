@@ -16,7 +16,7 @@ _OPERATORS: dict[type, Any] = {
     ast.UAdd: operator.pos,
 }
 _MAX_CHARS = 500
-_MAX_BITS = 4096  # size of a power
+MAX_BITS = 4096  # size of a power
 
 
 def calculator(expression: str) -> str:
@@ -29,7 +29,14 @@ def calculator(expression: str) -> str:
     raise ValueError(f'at most {_MAX_CHARS} characters are allowed')
   source = expression.strip().replace('^', '**')
   value = _value(ast.parse(source, mode='eval').body)
-  return f'{value:.12g}' if isinstance(value, float) else str(value)
+  return f'{value:.15g}' if isinstance(value, float) else str(value)
+
+
+def check_power(base: int, exponent: int) -> None:
+  """Raises ValueError if a power of whole numbers is too large to compute."""
+  size = abs(base).bit_length() * abs(exponent)
+  if size > MAX_BITS:
+    raise ValueError('the power is too large')
 
 
 def _value(node):
@@ -43,8 +50,6 @@ def _value(node):
     left = _value(node.left)
     right = _value(node.right)
     if apply is operator.pow and isinstance(left, int) and isinstance(right, int):
-      size = abs(left).bit_length() * abs(right)
-      if size > _MAX_BITS:
-        raise ValueError('the power is too large')
+      check_power(left, right)
     return apply(left, right)
   raise ValueError('numbers, + - * / // % ** and brackets are allowed')

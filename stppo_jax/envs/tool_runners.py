@@ -165,7 +165,11 @@ class McpServer:
     with guard.hold(self._lock):
       try:
         self._start()
-        answer = self._run(self._limits.timeout_s, self._client.call_tool, name, dict(arguments))
+        # The client's own limit is longer, so that `_run` is the one that stops a call.
+        call_tool = functools.partial(
+            self._client.call_tool, read_timeout_seconds=self._limits.timeout_s + _START_S
+        )
+        answer = self._run(self._limits.timeout_s, call_tool, name, dict(arguments))
       except TimeoutError:
         self._end()
         return Outcome(f'no result within {self._limits.timeout_s:g} seconds', TIMED_OUT)

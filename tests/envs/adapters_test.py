@@ -38,8 +38,8 @@ pytestmark = [
     pytest.mark.guests(
         what='Reasoning Gym',
         version='reasoning-gym==0.1.25',
-        date='2026-11-28',
-        touches='envs/adapters/reasoning_gym.py envs/packages.py',
+        date='2026-11-29',
+        touches='envs/adapters/answer_text.py envs/adapters/reasoning_gym.py envs/packages.py',
     ),
 ]
 
@@ -306,31 +306,31 @@ class ReasoningGymTest(parameterized.TestCase):
     self.assertEqual((outcome[1], outcome[2]), (1.0, True))
     self.assertEqual(outcome[4]['metrics'], {'solved': 1.0, 'score': 1.0, 'answered': 1.0})
 
-  @parameterized.parameters(
-      ("f('a')", True),
-      ('f(1)', True),
-      ('(f #sin\n(1))', True),
-      ('["{f(1)}"[0]]', True),
-      ('x.y', True),
-      ('[x][0](1)', True),
-      ("['A', 'B']", False),
-      ('[[0, 1], [1, 0]]', False),
-      ('_ _ Q _\n_ Q _ _', False),
-      ('3*x**2*sin(x + 1)/2 + log(x) + C', False),
-      ('(50 - 2) * 4', False),
-      ('ABCDEABCDE', False),
-  )
-  def test_answer_calls_no_function_of_python(self, answer, is_refused):
-    self.assertEqual(rg_lib.may_run_code(answer), is_refused)
+  @parameterized.parameters('f(1)', '9**9**9', '1e999999999', '3', '(8-4)*6')
+  def test_dangerous_answer_is_not_scored(self, answer):
+    dataset = mock.MagicMock()
+    dataset.score_answer.side_effect = lambda answer, entry: float(answer != 'I do not know')
+    construct = lambda **_: dataset
+    env = packages.adapt(rg_lib.ReasoningGymEnv, construct, 'reasoning_gym:x', 'x')(Task('t'))
+    with mock.patch.object(rg_lib, '_computes_texts', return_value=True):
+      env.reset(seed=9)
+      score = env.step(f'<answer>{answer}</answer>')[1]
+    is_safe = answer in ('3', '(8-4)*6')
+    self.assertEqual(score, float(is_safe))
+    answers = [call.kwargs['answer'] for call in dataset.score_answer.call_args_list]
+    self.assertEqual(answer in answers, is_safe)
 
-  @parameterized.parameters('n_queens', 'spiral_matrix', 'countdown', 'simple_integration')
+  @parameterized.parameters(
+      'n_queens', 'spiral_matrix', 'countdown', 'simple_integration', 'coin_flip'
+  )
   def test_answer_with_a_call_is_not_scored(self, name):
     rg = need(self, 'reasoning_gym')
     entry = rg.create_dataset(name, seed=9, size=1)[0]
     env = resolve(f'reasoning_gym:{name}').env(Task('t'), 9)
     env.reset(seed=9)
     with mock.patch.object(type(env._dataset), 'score_answer') as score:
-      self.assertEqual(env.step('<answer>f(1)</answer>')[1], 0.0)
+      for answer in ('f(1)', '9**9**9', '1e999999999'):
+        self.assertEqual(env.step(f'<answer>{answer}</answer>')[1], 0.0)
       score.assert_not_called()
     self.assertEqual(env.step(f'<answer>{entry["answer"]}</answer>')[1], 1.0)
 

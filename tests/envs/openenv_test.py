@@ -9,6 +9,10 @@ import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.assembly import components
+from stppo_jax.envs import packages
+from stppo_jax.envs import stepping
+from stppo_jax.envs.adapters import openenv
+from stppo_jax.envs.adapters import openenv_servers
 from stppo_jax.settings import validation
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -30,6 +34,29 @@ def resolve(url, **options):
   config.env.kind, config.env.options = f'openenv:{url}', options
   config.retriever.kind = 'none'
   return components.resolve(validation.validate(config)).env
+
+
+class ResetTest(absltest.TestCase):
+  """Errors of a server, without a server."""
+
+  def reset(self, code):
+    def construct(data, timeout_s):
+      raise openenv_servers.ErrorAnswer({'code': code, 'message': 'broken'})
+
+    kind = 'openenv:http://a:1'
+    env_class = packages.adapt(openenv.OpenEnvEnv, construct, kind, 'openenv')
+    return stepping.reset(env_class(Task('t')), 0)
+
+  def test_error_of_environment_masks_the_episode(self):
+    for code in ('EXECUTION_ERROR', 'FACTORY_ERROR', 'SESSION_ERROR'):
+      observation, info = self.reset(code)
+      self.assertEqual(observation, '')
+      self.assertIn(f'{code}: broken', info['environment_error'])
+
+  def test_server_that_does_not_understand_ends_the_run(self):
+    for code in ('VALIDATION_ERROR', 'UNKNOWN_TYPE', 'INVALID_JSON'):
+      with self.assertRaisesRegex(UserError, f'starts no episode .*{code}: broken'):
+        self.reset(code)
 
 
 class OpenEnvTest(absltest.TestCase):

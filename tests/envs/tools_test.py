@@ -117,7 +117,7 @@ class CalculatorTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('(3 + 4) * 2', '14'), ('7 / 2', '3.5'), ('-2^3', '-8'), ('7 // 2 % 2', '1'), ('1e3', '1000'),
-      ('2**100', str(2**100)), ('1/3', '0.333333333333'),
+      ('2**100', str(2**100)), ('12345678901234/2', '6172839450617'), ('.1+.2', '0.3'), ('1/3', '0.333333333333333'),
   )  # fmt: skip
   def test_values(self, expression, value):
     self.assertEqual(calculator.calculator(expression), value)
@@ -444,7 +444,7 @@ def listing(*names, cursor=None):
 class McpSessionTest(absltest.TestCase):
 
   def test_call_that_fails_alone_keeps_the_server(self):
-    def call_tool(name, arguments):
+    def call_tool(name, arguments, **_):
       if name == 'mean':
         raise RuntimeError('Invalid structured content returned by tool mean')
       return types.SimpleNamespace(content=[], structured_content=arguments, is_error=False)
@@ -464,6 +464,18 @@ class McpSessionTest(absltest.TestCase):
       self.assertEqual(server.call('add', {}).status, tool_runners.FAILED)
       self.assertEqual(server.starts, starts)
 
+  def test_limit_of_client_is_longer_than_that_of_call(self):
+    def call_tool(name, arguments, read_timeout_seconds=None):
+      limits.append(read_timeout_seconds)
+      return types.SimpleNamespace(content=[], structured_content={}, is_error=False)
+
+    limits = []
+    for timeout_s in (1.0, 120.0):
+      server = FakeMcpServer(call_tool=call_tool)
+      server._limits = tool_runners.ToolLimits(timeout_s=timeout_s)
+      self.assertEqual(server.call('wait', {}).status, tool_runners.OK)
+      self.assertGreater(limits[-1], timeout_s)
+
   def test_all_pages_of_tools_are_listed(self):
     pages = {None: listing(cursor='b'), 'b': listing('x', 'y', cursor=''), '': listing('z')}
     server = FakeMcpServer(list_tools=lambda cursor: pages[cursor])
@@ -478,7 +490,7 @@ class McpSessionTest(absltest.TestCase):
     calls = []
     is_free = threading.Event()
 
-    def call_tool(name, arguments):
+    def call_tool(name, arguments, **_):
       calls.append(arguments['episode'])
       is_free.wait(10)
       return types.SimpleNamespace(content=[], structured_content={}, is_error=False)
@@ -558,6 +570,15 @@ class McpTest(absltest.TestCase):
     for name, arguments in (('mean', {'values': []}), ('refuse', {}), ('fail', {}), ('none', {})):
       self.assertEqual(server.call(name, arguments).status, tool_runners.FAILED, name)
     self.assertEqual(add(1), '6')
+
+  def test_call_may_take_longer_than_a_start(self):
+    command = f'{sys.executable} {ROOT}/tests/support/mcp_server.py'
+    server = tool_runners.McpServer(command, tool_runners.ToolLimits(timeout_s=60.0))
+    self.addCleanup(server._end)
+    server.list_tools()
+    server._client.read_timeout_seconds = 0.5
+    server._client.session._session_read_timeout_seconds = 0.5
+    self.assertEqual(server.call('wait', {'seconds': 1.5}), tool_runners.Outcome('awake'))
 
   def test_command_without_server(self):
     for command in ('/no/such/program', f'{sys.executable} -c pass'):

@@ -1,9 +1,13 @@
 """Environments of Prime Intellect's verifiers: the real package, in an environment of its own."""
 
+import asyncio
+import contextlib
+import importlib.util
 import os
 import pathlib
 import sys
 import tempfile
+import types as types_lib
 from unittest import mock
 
 from absl.testing import absltest
@@ -12,6 +16,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.assembly import components
 from stppo_jax.envs import commands
+from stppo_jax.envs.adapters import verifiers
 from tests.serving import rollouts_test
 from tests.support import client_envs
 
@@ -62,6 +67,46 @@ class SettingsTest(absltest.TestCase):
   def test_process_gets_no_key_of_the_gateway(self):
     with mock.patch.dict(os.environ, {'STPPO_API_KEY': 'secret'}):
       self.assertNotIn('STPPO_API_KEY', commands.base_environment())
+
+
+class WorkerTest(absltest.TestCase):
+  """The process's module with a stub in place of the package."""
+
+  def setUp(self):
+    super().setUp()
+    names = ('verifiers', 'verifiers.v1', 'verifiers.v1.utils')
+    self.enterContext(mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}))
+    spec = importlib.util.spec_from_file_location('worker', verifiers._WORKER)
+    self.worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(self.worker)
+
+  def test_failed_start_is_tried_again(self):
+    starts = []
+
+    @contextlib.asynccontextmanager
+    async def serving():
+      starts.append('start')
+      if len(starts) == 1:
+        raise OSError('no port')
+      yield
+
+    async def run_slot(slot, context):
+      return slot
+
+    self.worker.loaders.load_environment.return_value = types_lib.SimpleNamespace(
+        taskset=[], serving=serving, slots=lambda task: [task], run_slot=run_slot
+    )
+
+    async def play():
+      environment = self.worker.Environment(None, None)
+      with self.assertRaisesRegex(OSError, 'no port'):
+        await environment.play('a', 'http://a', 'model')
+      episodes = [await environment.play(task, 'http://a', 'model') for task in ('b', 'c')]
+      await environment.close()
+      return episodes
+
+    self.assertEqual(asyncio.run(play()), ['b', 'c'])
+    self.assertLen(starts, 2)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from stppo_jax.envs.adapters import openenv_servers
 _SCHEMES = {'http': 'ws', 'https': 'wss', 'ws': 'ws', 'wss': 'wss'}
 _MAX_MESSAGE_BYTES = 1 << 24
 _CLOSE_S = 2.0  # limit of the end of a session
+_NOT_UNDERSTOOD = ('INVALID_JSON', 'UNKNOWN_TYPE', 'VALIDATION_ERROR')  # codes for any reset
 _ENDS = {'UserError': types.UserError, 'RunError': types.RunError}  # errors that end the run
 
 
@@ -135,10 +136,16 @@ class OpenEnvEnv(SessionEnv):
   stop_strings: Sequence[str] = ()
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
-    """Starts a session and its episode. UserError: no server answers, or none has room."""
+    """Starts a session and its episode.
+
+    Raises ErrorAnswer, which masks this episode, if the environment's code fails. UserError: no
+    server answers, none has room, or the server does not understand a reset.
+    """
     try:
       data = self._start({} if seed is None else {'seed': seed})
     except openenv_servers.ErrorAnswer as error:
+      if error.code not in _NOT_UNDERSTOOD:
+        raise
       raise types.UserError(
           f'config.env.kind={self.kind!r} starts no episode ({packages.describe(error)}): '
           'see the log of the server'

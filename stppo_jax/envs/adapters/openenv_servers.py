@@ -192,9 +192,9 @@ class ServerAddresses:
       try:
         started = self._open(server, data, timeout_s)
       except ErrorAnswer as error:
+        self._find(server)
         if error.code != _FULL:
           raise
-        self._find(server)
         errors.append(error)
       except types.UserError:
         raise

@@ -6,10 +6,10 @@ exploit that, so `partial=False` rewards full scores only. `env.options` goes to
 configuration, except for the parameters of ReasoningGymEnv.
 
 Some data sets score an answer with Python's `eval` or SymPy's `parse_expr`, which calls it. The
-policy writes the answer, so an answer that could call a function of Python is wrong here.
+policy writes the answer, so an answer is wrong here if it could call a function of Python, or if
+its arithmetic could take for ever. See answer_text.py.
 """
 
-import ast
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
@@ -25,14 +25,10 @@ from stppo_jax import types
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
+from stppo_jax.envs.adapters import answer_text
 
-_RUNS_TEXTS = re.compile(r'\b(?:eval|exec|parse_expr|sympify)\(')  # in the source of a data set
-# A call with its name, an attribute, or a character that could hide either.
-_CALL = re.compile(r'([\w.]+|[\])}])\s*\(|\.\s*[^\W\d]|[\'"\\#]')
-_FUNCTIONS = frozenset(
-    'sin cos tan cot sec csc asin acos atan acot sinh cosh tanh asinh acosh atanh exp log ln sqrt '
-    'abs Abs erf Integer Rational'.split()
-)
+# In the source of a data set. A fraction is computed from a text as an exact number.
+_COMPUTES_TEXTS = re.compile(r'\b(?:eval|exec|parse_expr|sympify|Fraction)\(')
 _NO_ANSWER = 'I do not know'
 INSTRUCTIONS = '\nWrite the final answer between <answer> and </answer>.\n'
 
@@ -104,16 +100,23 @@ class ReasoningGymEnv(packages.PackageEnv):
     return '', score if self._partial else solved, True, False, info
 
   def _score(self, answer):
-    """Returns the package's score, or 0 for an answer that could run code while it is scored."""
-    if answer and _runs_texts(type(self._dataset).__module__) and may_run_code(answer):
-      logging.log_first_n(
-          logging.WARNING,
-          '%s runs its answers as Python: %.80r is scored 0, because it could call a function',
-          1,
-          self.kind,
-          answer,
-      )
-      return 0.0
+    """Returns the package's score, or 0 for an answer that is dangerous to compute."""
+    if answer and _computes_texts(type(self._dataset).__module__):
+      reason = None
+      if answer_text.may_run_code(answer):
+        reason = 'it could call a function'
+      elif answer_text.may_be_large(answer):
+        reason = 'its arithmetic could take for ever'
+      if reason is not None:
+        logging.log_first_n(
+            logging.WARNING,
+            '%s runs its answers as Python: %.80r is scored 0, because %s',
+            1,
+            self.kind,
+            answer,
+            reason,
+        )
+        return 0.0
     try:
       score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
       if not math.isfinite(score):
@@ -154,17 +157,7 @@ def _stop_strings(tagged):
 
 
 @functools.cache
-def _runs_texts(module_name: str) -> bool:
-  """Returns whether a module of the package runs texts as Python."""
+def _computes_texts(module_name: str) -> bool:
+  """Returns whether a module of the package computes texts, most often as Python."""
   source = inspect.getsource(sys.modules[module_name])
-  return _RUNS_TEXTS.search(source) is not None
-
-
-def may_run_code(text: str) -> bool:
-  """Returns whether Python's `eval` of a text could call more than a function of mathematics."""
-  try:
-    ast.literal_eval(text)
-    return False
-  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-    pass  # no literal: its calls decide
-  return any(match[1] not in _FUNCTIONS for match in _CALL.finditer(text))
+  return _COMPUTES_TEXTS.search(source) is not None

@@ -45,8 +45,9 @@ class Environment:
     context = vf.ModelContext(client=client, model=model, sampling=vf.SamplingConfig())
     async with self._lock:
       if self._serving is None:
-        self._serving = contextlib.AsyncExitStack()
-        await self._serving.enter_async_context(self._env.serving())
+        serving = contextlib.AsyncExitStack()
+        await serving.enter_async_context(self._env.serving())
+        self._serving = serving  # after a failed start the next episode tries again
       self._num_active += 1
       self._num_clients += 1
     try:
