@@ -74,7 +74,7 @@ def newest_episodes(folder: str) -> str:
   files = report.episode_files(folder, metrics_lib.read_metrics(folder))
   updates = [update for kind, update in files if kind == 'eval']
   paths = [episodes_lib.record_path(folder, 'eval', update) for update in updates]
-  path = os.path.join(folder, 'episodes.jsonl')  # of an evaluation folder
+  path = os.path.join(folder, 'episodes.jsonl')  # an evaluation folder has it
   if os.path.exists(path):
     paths.append(path)
   if not paths:
