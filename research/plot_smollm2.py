@@ -126,8 +126,8 @@ def interval(values):
   """Returns the mean of one value per seed with Student's 95% interval, as text."""
   text = f'{np.mean(values):.3f}, {len(values)} seeds'
   if len(values) > 1:
-    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
-    text += f', 95% [{low:.3f}, {high:.3f}]'
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    text += f', 95% +-{half:.3f}'
   return text
 
 
