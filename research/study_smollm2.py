@@ -12,8 +12,7 @@ bfloat16, which takes half the time on a CPU with AMX and a JAX of at least 0.12
 Weights of the warm start that another machine has trained differ in their last digits, and count as
 another model. There this command makes single runs:
 
-  python -m research.study --config=research/study_smollm2.py --workdir=runs/smollm2 \
-      --only='smollm2_old/*/seed_2'
+  python -m research.study --config=research/study_smollm2.py --workdir=.. --only='*/seed_2'
 
 The grid `smollm2_search` is a first design, of which only records are left: 50 updates, batches
 that are two updates old, and two optimizer steps. At most 5% of an update's tokens are clipped.
