@@ -71,9 +71,7 @@ class OutcomesTest(absltest.TestCase):
 
   def test_rows_of_policies_with_other_orders_are_one_episode(self):
     """Each policy sorts its rows by length, and two rounds have numbered episodes from 0."""
-    row = lambda question, role, **fields: episode(
-        question=question, number=0, role=role, **fields
-    )
+    row = lambda question, role, **fields: episode(question=question, number=0, role=role, **fields)
     first = [row('q', 'a', truncated=True), row('r', 'a')]
     second = [row('r', 'b'), row('q', 'b', truncated=True)]
     counts = outcomes.count_update([(first, []), (second, [])])
