@@ -256,7 +256,7 @@ class _Prompt(NamedTuple):
   """A prompt of a row."""
 
   before: tuple[tuple[str, str], ...]  # (role, text) of the messages before the last of the user
-  text: str  # of the last message of the user
+  text: str  # the last message of the user
 
 
 class PromptReader:
