@@ -335,10 +335,13 @@ class Program:
     except requests.RequestException:
       pass
     wait_for(self.is_quiet)
-    for answer in self.decoder.answers[before:]:
+    for sample, answer in enumerate(self.decoder.answers[before:]):
       self.check_match(old, answer)
       if self.is_recorded(answer):
-        self.place(old, answer)
+        if sample:  # it has a row of its own, also if the first sample was cancelled in time
+          self.rows.append([answer])
+        else:
+          self.place(old, answer)
         self.counts['cancelled too late'] += 1
 
   def is_recorded(self, answer):
