@@ -219,7 +219,8 @@ class _Check:
     self.profile = profile
     self.differences: dict[str, tuple[int, str]] = {}  # by guest, the first row and a complaint
     self._texts: dict[str, _UnreadText] = {}
-    if layout is not OWN or 'gold' not in profile.facts:  # which names passages of a corpus
+    # A file of our own with `gold` has its texts in the corpus.
+    if layout is not OWN or 'gold' not in profile.facts:
       self._texts = {name: _UnreadText() for name in unread if self._may_be_needed(name)}
 
   def _may_be_needed(self, name):

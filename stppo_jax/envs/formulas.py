@@ -16,6 +16,7 @@ _SPACE = re.compile(r'\s+')
 _ATOM = re.compile(r'[+-]?(?:\d+(?:\.\d+)?|[^\W\d_]|\\[a-zA-Z]+)')
 _PRODUCT = re.compile(r'(?:[^\W_]|\\[a-zA-Z]+)+')
 _SIGNS = '+-*/^'
+_MARKS = frozenset('+*/^=')  # a text with one of them may have products such as xy
 _LONGEST_ATOM = 24  # characters of a group that is looked at
 _OPENING = '([{'
 _CLOSING = ')]}'
@@ -68,7 +69,7 @@ def _groups(text: str) -> str | None:
   """
   text = _SPACE.sub('', numerals.unwrapped(text))
   rest = _COMMAND.sub(' ', text)
-  is_marked = rest != text or '^' in text
+  is_marked = rest != text or not _MARKS.isdisjoint(text)
   if _TEXT.search(text) or _LONG_WORD.search(rest) or (_WORD.search(rest) and not is_marked):
     return None
   text = text.replace(r'\{', '{').replace(r'\}', '}')

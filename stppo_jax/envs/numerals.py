@@ -23,7 +23,8 @@ _LATEX_DISPLAY = re.compile(r'\\[dt]frac(?![a-zA-Z])')
 _LATEX_SIZE = re.compile(r'\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])')
 _LATEX_POWER = re.compile(r'([\^_])\{([+-]?(?:\d+|[^\W\d_]))\}')
 _LATEX_TEXT = re.compile(r'\\(?:text|mathrm|mbox)\{([^{}]*)\}')
-_LATEX_SPACE = re.compile(r'\\[,!;:]|(?<=[\w)}]) +(?=\\[a-zA-Z])')
+_LATEX_SPACE = re.compile(r'\\[,!;:]|(?<=[\w)}\]]) +(?=\\[a-zA-Z])')
+_LATEX_COMMAND = re.compile(r'(\\[a-zA-Z]+)(?: +(?=[^a-zA-Z ]))?')
 _DEGREES = re.compile(r' ?(?:°|\^\{?\\circ\}?)$')
 # Maths and a box of LaTeX, and emphasis of Markdown.
 _WRAPPED = re.compile(
@@ -110,7 +111,7 @@ def spell_signs(text: str) -> str:
   """
   text = ' '.join(bare(text).split())
   text = _THOUSANDS.sub(lambda match: match[0].replace(',', ''), text)
-  if not _WORD.search(text):
+  if not _WORD.search(_LATEX_COMMAND.sub('', text)):
     text = _SEPARATORS.sub(lambda match: f' {_WORDS[match[1]]} ', text)
   text = _SIGNS.sub(_spell, text)
   text = _BETWEEN_DIGITS.sub(lambda match: _WORDS[match[0]], text)
@@ -141,7 +142,8 @@ def _plain(text):
   """Returns a text with plain dashes, quotes, digits and fractions, and without LaTeX's spaces."""
   text = text.translate(_CHARACTERS).replace('{,}', ',')
   text = _LATEX_SIZE.sub('', _LATEX_TEXT.sub(r'\1', text))
-  text = _LATEX_POWER.sub(r'\1\2', _LATEX_SPACE.sub('', text))
+  text = _LATEX_COMMAND.sub(r'\1', _LATEX_SPACE.sub('', text))
+  text = _LATEX_POWER.sub(r'\1\2', text)
   text = _LATEX_FRACTION.sub(_fraction, text)
   return _LATEX_DISPLAY.sub(r'\\frac', text).strip()
 

@@ -153,9 +153,9 @@ class PairTest(ObjectiveTest):
 
   @parameterized.parameters('dpo', 'ipo', 'tdpo', 'p3o')
   def test_an_episode_of_several_rows_counts_once(self, name):
-    """The episodes of group 0 are cut in two rows, which stand among others."""
+    """The episodes of group 0 are cut in two rows, which stand among others. p3o clips two."""
     lengths = [4, 4, 4]
-    batch, outputs = make_batch((0.3, -0.2, 0.4), (1.0, 3.0, 0.0), (0, 0, 0), lengths)
+    batch, outputs = make_batch((0.3, 1.2, 0.4), (1.0, 3.0, 0.0), (0, 0, 0), lengths)
     expected = cotangents(outputs, batch, row(name))
     order = np.array([0, 1, 2, 1, 0, 2])
     cut = lambda x: x[order]
@@ -168,6 +168,9 @@ class PairTest(ObjectiveTest):
     mask = np.asarray(rows.action_mask) > 0
     whole = np.asarray(expected.outputs.logp)[order]
     np.testing.assert_allclose(got.outputs.logp, np.where(mask, whole, 0), atol=1e-12)
+    clipped = np.asarray(expected.clipped)[order]
+    self.assertEqual(clipped.any(), name == 'p3o')
+    np.testing.assert_array_equal(np.asarray(got.clipped)[mask], clipped[mask])
 
   def test_equal_scores_of_unequal_lengths_are_no_pair(self):
     """The mean of n times -1/3 is not always -1/3 in float32."""

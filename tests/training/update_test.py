@@ -571,7 +571,8 @@ class UpdateTest(parameterized.TestCase):
     """The gradient is finite, and what multiplies or divides it is not."""
     mesh = one_device()
     scaled = make_spec('st_ppo', divisor='none', step_scale='ess', **BASE)
-    divided = make_spec('st_ppo', divisor=lambda g, c, any_clipped: jnp.full(g.shape, 1e-30))
+    rule = lambda g, c, any_clipped: jnp.full(g.shape, 1e-30)
+    divided = make_spec('st_ppo', divisor=rule, divide='before_clip', actor_clip=1.0)
     for spec in (scaled, divided):
       functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
       bad = batch.replace(behaviour_logp=batch.old_logp.at[0].set(jnp.nan))

@@ -76,7 +76,7 @@ def _is_literal(text: str) -> bool:
     ast.literal_eval(text)
     return True
   except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-    pass
+    pass  # it may still be JSON
   try:
     json.loads(text)  # Python sees the same strings, and names in place of true, false and null
     return True
