@@ -32,7 +32,8 @@ def apply(batch: TurnBatch, variant: BaseVariant) -> TurnBatch:
 def loss_mask(batch: TurnBatch, variant: BaseVariant) -> jax.Array | None:
   """Returns 1 for the tokens [B,T] that the policy's loss counts; None: all agent tokens.
 
-  mask_truncated       drops episodes that ended at a limit, because their reward is unknown
+  mask_truncated       drops episodes that ended at a limit, because their reward is unknown. A
+                       program may go on after a cut turn, so that its other rows stay
   mask_zero_advantage  drops episodes without any advantage, such as those of a group with equal
                        scores. They add nothing to the surrogate, but they count in its mean. Their
                        KL penalty and entropy bonus are dropped too, so that nothing holds the

@@ -235,7 +235,9 @@ class BaseVariant:
   kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
   kl_target: float = setting(
       0.0, 'above 0 the weight adapts towards this KL per token, usually 0.1', at_least=0)
-  kl_horizon: float = setting(10_000.0, 'episodes over which the weight adapts', at_least=1)
+  kl_horizon: float = setting(
+      10_000.0, 'episodes over which the weight adapts. Each agent of an episode counts',
+      at_least=1)
   value_loss: str = setting(
       'mse', "the critic's loss: 'mse' regresses the return, 'hl_gauss' classifies it into bins "
       '(see systems/hl_gauss.py)')
@@ -271,7 +273,8 @@ class BaseVariant:
       'where p_before are the parameters after the previous update (APO, arXiv 2410.06293)',
       at_least=0, below=1)
   mask_truncated: bool = setting(
-      False, "drop episodes that ended at a limit from the policy's loss")
+      False, "drop episodes that ended at a limit from the policy's loss. Of a program's episode, "
+      'only the rows that did are dropped')
   mask_zero_advantage: bool = setting(
       False, "drop episodes without any advantage from the policy's loss, and with them their KL "
       "penalty and entropy bonus. Their surrogate is 0, except for 'square', which would pull them "

@@ -22,6 +22,7 @@ def check(config: Config, topology: str) -> int:
 
   import jax
 
+  from stppo_jax.assembly import components
   from stppo_jax.planning import plan as plan_lib
   from stppo_jax.planning import table
   from stppo_jax.planning import topologies
@@ -31,7 +32,8 @@ def check(config: Config, topology: str) -> int:
   print(f'does {config.name} fit? The plan compiles its programs.', flush=True)
   if topology:
     jax.config.update('jax_enable_compilation_cache', False)
-  planned = plan_lib.make(config, topology)
+  rows_per_episode = components.resolve(config).env.rows_per_episode
+  planned = plan_lib.make(config, topology, rows_per_episode=rows_per_episode)
   print(table.verdict(planned))
   return 0 if planned.fits else 1
 

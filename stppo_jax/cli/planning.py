@@ -2,6 +2,7 @@
 
 import jax
 
+from stppo_jax.assembly import components
 from stppo_jax.cli.command import Command
 from stppo_jax.planning import plan as plan_lib
 from stppo_jax.planning import table
@@ -14,6 +15,7 @@ def plan(command: Command) -> int:
     # Leaves accelerators free. Programs for absent devices cannot be cached.
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
-  planned = plan_lib.make(command.config, topology)
+  env = components.resolve(command.config).env
+  planned = plan_lib.make(command.config, topology, rows_per_episode=env.rows_per_episode)
   print(table.text(planned))
   return 0 if planned.fits else 1

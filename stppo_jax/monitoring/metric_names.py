@@ -107,7 +107,9 @@ GROUPS: dict[str, dict[str, str]] = {
             'the steps of the update.'
         ),
         'stppo/applied_factor_{max,min}': 'The largest and the smallest of these factors.',
-        'stppo/applied_factor_step<n>': 'This factor in optimizer step n of the update.',
+        'stppo/applied_factor_step<n>': (
+            'This factor in optimizer step n of the update, as a mean over the policies.'
+        ),
         'stppo/step_scale': 'The factor of `algorithm.step_scale`, which multiplies the step.',
         'stppo/step_norm': 'Norm of the change of the parameters by one optimizer step.',
     },

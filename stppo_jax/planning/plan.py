@@ -55,6 +55,7 @@ class Plan:
     num_params: number of parameters of each model.
     held: (bytes in total, bytes per device) by the name of what a run holds.
     sampler: the sampler of the run.
+    rows_per_episode: the number of the environment's agents, each of which has rows of its own.
     token: work of a decoded token.
     rollout: time of a rollout. None without the chip's figures.
     programs: the compiled programs.
@@ -70,6 +71,7 @@ class Plan:
   num_params: dict[str, int]
   held: dict[str, tuple[int, int]]
   sampler: sampler_lib.Sampler
+  rows_per_episode: int = 1
   token: roofline.Token | None = None
   rollout: roofline.Rollout | None = None
   programs: list[CompiledProgram] = dataclasses.field(default_factory=list)
@@ -80,6 +82,16 @@ class Plan:
   def held_per_device(self) -> dict[str, int]:
     """Bytes per device, by what is held."""
     return {name: each for name, (_, each) in self.held.items()}
+
+  @property
+  def num_rows(self) -> int:
+    """Rows of a batch."""
+    return self.rows_per_episode * self.config.train.episodes
+
+  @property
+  def rows_per_step(self) -> int:
+    """Rows of an optimizer step."""
+    return self.rows_per_episode * self.config.train.mini_batch
 
   @property
   def engine_devices(self) -> int:
@@ -132,12 +144,14 @@ def make(
     topology: str = '',
     devices: tuple[Sequence[jax.Device], topologies.Chip] | None = None,
     compiler: Callable[[CompiledProgram, Plan], None] | None = None,
+    rows_per_episode: int = 1,
 ) -> Plan:
   """Compiles a run's programs for `topology` ('' means the attached devices), as the loop would.
 
-  `devices` and `compiler` replace `topologies.devices_of` and `compile_program`.
+  `devices` and `compiler` replace `topologies.devices_of` and `compile_program`. For
+  `rows_per_episode` see `EnvFactory`.
 
-  Choice: every episode fills a bin of the longest bucket, and every step clips something in each
+  Choice: every row fills a bin of the longest bucket, and every step clips something in each
   bin. Shorter bins are branches of the same program that need less. Fewer bins take fewer
   iterations.
 
@@ -174,9 +188,14 @@ def make(
   state = jax.eval_shape(create, models.actor, models.critic)
   state = sharding.placed(state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh, memory=chip.memory)
-  eval_rows = agent_lib.fitting_episodes(config.eval.rows, config, model, mesh, memory=chip.memory)
-  evaluated = sampler.greedy(eval_rows).num_groups  # before and after a run at least
+  sampler = agent_lib.make_sampler(
+      config, model, stop_table, (0,), mesh, rows_per_episode, memory=chip.memory
+  )
+  evaluated_at_once = agent_lib.fitting_episodes(
+      config.eval.rows, config, model, mesh, rows_per_episode, chip.memory
+  )
+  # Before and after a run at least.
+  evaluated = sampler.greedy(evaluated_at_once * rows_per_episode).num_groups
   sampler.num_groups = max(sampler.num_groups, evaluated)  # each has a cache
   attention = spec.actor.attention
   if absent_gpu:
@@ -190,6 +209,7 @@ def make(
       num_params=_num_params(models, state),
       held=_held(config, sampler, state, frozen),
       sampler=sampler,
+      rows_per_episode=rows_per_episode,
   )
   for program in _programs(plan, spec, state, frozen):
     (compiler or compile_program)(program, plan)
@@ -358,7 +378,7 @@ def estimate_rollout(plan: Plan) -> roofline.Rollout | None:
   )
   other_s = sum(runs[name] * seconds[name] for name in ('copy', 'prefill', 'grow'))
   calls = runs['decode'] // steps
-  return roofline.Rollout(decode_s * calls, other_s, config.train.episodes * steps)
+  return roofline.Rollout(decode_s * calls, other_s, plan.num_rows * steps)
 
 
 def _add_concurrent(plan):
@@ -391,7 +411,7 @@ def _find_largest(plan, gradients):
   training = _named(plan, 'update', 'annotate')
   sampling = _named(plan, 'prefill', 'decode', 'grow')
   plan.largest_micro_batch = _largest(plan.limit, training, train.micro_batch, gradients, divisors)
-  row_counts = range(row_step, train.episodes + 1, row_step)
+  row_counts = range(row_step, plan.num_rows + 1, row_step)
   plan.largest_rows = _largest(plan.limit, sampling, plan.sampler.width, 0, row_counts)
 
 

@@ -82,33 +82,34 @@ def training(
   replayed_model = model if spec.routing_replay == 'sampling' else None
   micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
   num_steps = train.episodes // train.mini_batch
+  trips = plan.rows_per_step // train.micro_batch
 
   @functools.cache
   def trace_annotate():
-    batch = batching.batch_shapes(train.episodes, longest, replayed_model)
-    steps = packing.step_shapes(longest, spec.share_prefixes, num_steps, train.mini_batch)
+    batch = batching.batch_shapes(plan.num_rows, longest, replayed_model)
+    steps = packing.step_shapes(longest, spec.share_prefixes, num_steps, plan.rows_per_step)
     return functions.annotate.trace(state, frozen, batch, steps)
 
   def trace_update():
     batch, _ = trace_annotate().out_info
-    step = packing.step_shapes(longest, spec.share_prefixes, train.mini_batch)
+    step = packing.step_shapes(longest, spec.share_prefixes, plan.rows_per_step)
     return functions.update_step.trace(state, frozen, batch, step)
 
   yield CompiledProgram(
       name='update',
-      unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
+      unit=f'an optimizer step on {plan.rows_per_step} rows {micro}',
       runs=train.epochs * num_steps,
       resident=held['reference policy'] + held['teacher'] + sampling_bytes,
       trace=trace_update,
-      trips=train.mini_batch // train.micro_batch,
+      trips=trips,
   )
   yield CompiledProgram(
       name='annotate',
-      unit=f'log-probs and values of {train.episodes} episodes {micro}',
+      unit=f'log-probs and values of {plan.num_rows} rows {micro}',
       runs=1,
       resident=held['optimizers'] + sampling_bytes,
       trace=trace_annotate,
-      trips=train.mini_batch // train.micro_batch,
+      trips=trips,
   )
 
 
@@ -119,8 +120,8 @@ def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   sampler = plan.sampler
   lengths = config.rollout
   traced = functools.cache(lambda: sampler.trace(params, lengths.max_total))
-  decodes = -(-config.train.episodes // sampler.width)
-  prefills = -(-config.train.episodes // sampler.prefill_rows)
+  decodes = -(-plan.num_rows // sampler.width)
+  prefills = -(-plan.num_rows // sampler.prefill_rows)
   chunk = sampler.chunk_buckets[-1]
   observation_chunks = -(-lengths.max_observation // chunk)
   turns = config.env.turn_limit

@@ -124,7 +124,8 @@ def verdict(plan: Plan) -> str:
       f'train.micro_batch {plan.largest_micro_batch or "none"}'
   )
   if not plan.engine_devices:
-    largest += f', {_rows_field(plan)} {plan.largest_rows or "none"}'
+    setting, value = _largest_rows(plan)
+    largest += f', {setting} {value or "none"}'
   largest += '\n'
   if plan.fits:
     result = f'{largest}FITS, with at least {HEADROOM:.0%} of the memory free'
@@ -139,8 +140,9 @@ def verdict(plan: Plan) -> str:
       changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
     elif plan.config.model.remat != 'full':
       changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < plan.sampler.width:
-    changes.append(f'--config.{_rows_field(plan)}={plan.largest_rows}')
+  elif plan.rows_per_episode <= plan.largest_rows < plan.sampler.width:
+    setting, value = _largest_rows(plan)
+    changes.append(f'--config.{setting}={value}')
   changes = changes or [
       'more devices',
       '--config.model.critic=shared',
@@ -153,9 +155,11 @@ def verdict(plan: Plan) -> str:
   )
 
 
-def _rows_field(plan):
-  """Returns the setting that bounds the rows that decode together."""
-  return 'rollout.width' if plan.config.rollout.width else 'rollout.rows'
+def _largest_rows(plan):
+  """Returns (setting that bounds the rows that decode together, its largest value that fits)."""
+  if plan.config.rollout.width:
+    return 'rollout.width', plan.largest_rows
+  return 'rollout.rows', plan.largest_rows // plan.rows_per_episode  # episodes
 
 
 def _gib(size):

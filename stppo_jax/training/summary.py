@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import itertools
 from typing import NamedTuple
 
 from jax.typing import ArrayLike
@@ -60,8 +61,10 @@ def update_summary(policy_updates: Sequence[PolicyUpdate]) -> dict[str, float]:
     factors = [float(step[_FACTOR]) for step in steps]
     metrics[f'{_FACTOR}_max'] = max(factors)
     metrics[f'{_FACTOR}_min'] = min(factors)
-    for i, factor in enumerate(factors[:_MAX_STEPS], start=1):
-      metrics[f'{_FACTOR}_step{i}'] = factor
+    by_step = zip(*(part.step_metrics for part in counted), strict=True)
+    for i, same_step in enumerate(itertools.islice(by_step, _MAX_STEPS), start=1):
+      factors = [float(step.metrics[_FACTOR]) for step in same_step]
+      metrics[f'{_FACTOR}_step{i}'] = sum(factors) / len(factors)
   # The number of steps skipped in a row.
   metrics['actor/skipped'] = int(max(step['actor/skipped'] for step in steps))
   return metrics

@@ -90,6 +90,22 @@ class OutcomesTest(absltest.TestCase):
     names = ('critic/score/min', 'critic/score/max', 'critic/score/mean')
     self.assertEqual([metrics[name] for name in names], [-3.0, 2.0, 1.5])
 
+  def test_steps_of_policies_are_counted_together(self):
+    """Step n of the update is step n of each policy."""
+    turn = types.Turn(np.zeros(1, np.int32), np.zeros(1, np.float32))
+    row = types.Episode(types.Task('t'), 0, np.zeros(1, np.int32), [turn])
+    name = 'stppo/applied_factor'
+    parts = []
+    for policy, factors in (('a', (1.0, 0.5)), ('b', (0.5, 0.25))):
+      numbers = [{'actor/skipped': 0, name: factor} for factor in factors]
+      steps = [types.StepMetrics(np.array([0]), one, {}) for one in numbers]
+      parts.append(summary.PolicyUpdate(policy, [row], None, [], {}, steps))
+    metrics = summary.update_summary(parts)
+    found = {key: value for key, value in metrics.items() if key.startswith(name)}
+    expected = {name: 0.5625, f'{name}_max': 1.0, f'{name}_min': 0.25}
+    expected |= {f'{name}_step1': 0.75, f'{name}_step2': 0.375}
+    self.assertEqual(found, expected)
+
   def test_failure_is_no_skipped_episode(self):
     counts = outcomes.count(EPISODES['retrieval_failed'], {0})
     self.assertEqual(counts['retrieval_failed'], 1)

@@ -22,6 +22,7 @@ from stppo_jax.planning import plan
 from stppo_jax.planning import programs
 from stppo_jax.planning import table
 from stppo_jax.planning import topologies
+from stppo_jax.training import minibatches
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -262,6 +263,24 @@ class PlanTest(parameterized.TestCase):
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
     (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
+
+  def test_each_agent_of_an_episode_has_rows(self):
+    """What a run compiles ahead has the same rows."""
+    config = tiny_run.make_config(self.tmp)
+    with mock.patch.object(plan, 'compile_program'):
+      one, two = (plan.make(config, rows_per_episode=n) for n in (1, 2))
+    self.assertEqual(two.held['KV cache'][0], 2 * one.held['KV cache'][0])
+    traced = {program.name: program for program in two.programs}
+    batch, _ = traced['annotate'].traced.out_info
+    learners = tiny_run.load_learners(config)
+    expected, step = minibatches.shapes(learners.bins, 16, 4, ('a', 'b'))
+    self.assertEqual(batch.tokens.shape, expected.tokens.shape)
+    train = config.train
+    self.assertEqual(traced['update'].trips, len(step.rows) // train.micro_batch)
+    runs = lambda planned: {program.name: program.runs for program in planned.programs}
+    self.assertEqual(runs(two), runs(one))  # all rows of a batch are sampled together
+    self.assertEqual(two.largest_rows, 2 * one.largest_rows)
+    self.assertIn('rollout.rows 16\n', table.text(two))  # episodes
 
   def test_staleness_holds_copies_and_the_cache_while_training(self):
     """With staleness 2 two copies wait; the old plan counted neither them nor the cache."""
