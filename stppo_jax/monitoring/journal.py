@@ -147,7 +147,10 @@ class Journal(contextlib.ExitStack):
         continue
       message = alarm.line(self._health['window'])
       if alarm.name in self._health['stop_on']:
-        raise types.RunError(f'update {n}: {message}; config.health.stop_on says to stop')
+        raise types.RunError(
+            f'update {n}: {message}; config.health.stop_on says to stop, and the same command '
+            'trains on until a limit is broken again'
+        )
       logging.warning(message)
 
   def dump(self, n: int, records: episodes_lib.Records) -> str:

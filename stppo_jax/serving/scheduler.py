@@ -249,7 +249,8 @@ class Scheduler:
     'reload' (folder)   samples with the weights of a folder; UserError: they do not fit, Busy: the
                         folder is not there yet
     'forget' ()         computes all contexts again before the next token, as 'reload' does
-    'score' (ids)       returns the `PromptScores` of at most `score_rows` lists of ids
+    'score' (ids)       returns the `PromptScores` of at most `score_rows` lists of ids; UserError:
+                        the device has too little memory for them
     """
     call = _ControlCall(name, list(arguments), futures.Future())
     with self._changed:
@@ -370,7 +371,18 @@ class Scheduler:
     self._decodes = True
 
   def _score(self, ids: Sequence[Sequence[int]]) -> list[prompt_scores.PromptScores]:
-    return self._scorer.score(self._group.params, ids)
+    try:
+      return self._scorer.score(self._group.params, ids)
+    except jax.errors.JaxRuntimeError as error:
+      if jax.process_count() > 1:  # others may have succeeded, and differ from this one
+        raise
+      logging.exception('the log-probs of known tokens failed')
+      cause = str(error).partition('\n')[0]
+      lengths = ', '.join(str(len(row_ids)) for row_ids in ids)
+      raise UserError(
+          f'the device failed to score prompts of {lengths} tokens: send fewer or shorter ones, or '
+          f'serve fewer rows with --config.serve.rows ({cause})'
+      ) from error
 
   def _reload(self, folder: str) -> None:
     assert self._load_params is not None

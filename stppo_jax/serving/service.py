@@ -184,7 +184,7 @@ class Service:
       raise _invalid(param, message)
 
   async def _score(self, ids: list[list[int]]) -> list[prompt_scores.PromptScores]:
-    """Returns the log-probs of known tokens. Raises Busy."""
+    """Returns the log-probs of known tokens. Raises Busy and UserError, see `control`."""
     scores = []
     for part in sampling.batched(ids, self.scheduler.score_rows):
       done = self.scheduler.control('score', part)

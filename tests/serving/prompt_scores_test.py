@@ -1,5 +1,7 @@
 """Log-probs of prompts and likeliest tokens, as evaluation harnesses ask for them."""
 
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -102,6 +104,21 @@ class PromptScoresTest(parameterized.TestCase):
     answer = gateway_test.post(self.server, {'prompt': QUESTION} | fields, PATH)
     self.assertEqual(answer.status_code, 400)
     self.assertIn(message, answer.json()['error']['message'])
+
+  def test_device_without_memory_refuses_scores_and_serves_on(self):
+    def fail(*unused):
+      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory\nmore of it')
+
+    asked = {'prompt': QUESTION, 'echo': True, 'logprobs': 0, 'max_tokens': 1, 'temperature': 0}
+    before = self.ask(**asked)
+    scorer = self.server.app.service.scheduler._scorer
+    with mock.patch.object(scorer, '_score_rows', fail):
+      answer = gateway_test.post(self.server, asked, PATH)
+    self.assertEqual(answer.status_code, 400)
+    message = answer.json()['error']['message']
+    self.assertRegex(message, rf'prompts of {len(self.ids) + 1} tokens.*EXHAUSTED: out of memory')
+    self.assertNotIn('\n', message)
+    self.assertEqual(self.ask(**asked), before)
 
   def test_session_refuses_echo(self):
     service = self.server.app.service
