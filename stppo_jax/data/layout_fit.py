@@ -23,6 +23,8 @@ from stppo_jax.data import layouts
 from stppo_jax.data.layouts import SetLayout
 from stppo_jax.types import shown
 
+_MAX_TEMPLATES = 20  # of the prompts of a file; its origins may have different ones
+
 OWN = SetLayout(
     'own file',
     'docs/data.md',
@@ -66,13 +68,21 @@ _MEANINGS = {
 class Misfit(Exception):
   """A file does not fit a layout.
 
-  `number` is the row that shows it, and `text` a column with texts that the question may need.
+  `number` is the row that shows it, `text` a column with texts that the question may need, and
+  `columns` the value of data.columns to suggest.
   """
 
-  def __init__(self, number: int, message: str, text: str = ''):
+  def __init__(
+      self,
+      number: int,
+      message: str,
+      text: str = '',
+      columns: Mapping[str, object] | None = None,
+  ):
     super().__init__(message)
     self.number = number
     self.text = text
+    self.columns = columns
 
 
 def user_layouts(columns: Mapping[str, Any]) -> tuple[SetLayout, ...]:
@@ -196,6 +206,48 @@ class _UnreadText:
     return self._num_long > 0 and 2 * self._num_long >= self._num and not is_same
 
 
+class _UnreadPrompt:
+  """Whether the prompts of a file say more than the questions of another column.
+
+  A template around the question is the same text in all rows, or in those of the same origin.
+  """
+
+  def __init__(self) -> None:
+    self._num = 0  # prompts with their question
+    self._others: set[str] = set()  # what they say besides
+    self._num_long = 0  # prompts that say more than the question
+
+  def add(self, value: object, question: object) -> None:
+    """Looks at the prompt of a row."""
+    try:
+      value = cells.parsed(value) if isinstance(value, str) else value
+    except ValueError:
+      return  # the text of an array
+    texts = _message_texts(value)
+    if not isinstance(question, str) or not question or question not in texts:
+      return
+    before, _, after = texts.rpartition(question)
+    other = f'{before} {after}'
+    self._num += 1
+    self._others.add(other)
+    self._num_long += profile_lib.may_hold_context(other, question)
+
+  @property
+  def may_be_needed(self) -> bool:
+    """Whether most prompts hold a long text, and these differ as templates would not."""
+    differ = len(self._others) > _MAX_TEMPLATES or 2 * len(self._others) > self._num > 1
+    return differ and 2 * self._num_long > self._num
+
+
+def _message_texts(value):
+  """Returns the texts of messages and their parts, in order."""
+  if isinstance(value, dict):
+    value = [value.get(name) for name in ('content', 'text')]
+  if isinstance(value, list):
+    return '\n'.join(filter(None, map(_message_texts, value)))
+  return value if isinstance(value, str) else ''
+
+
 class _Check:
   """Whether the rows of a file fit a layout. The layout of the user is certain."""
 
@@ -222,6 +274,9 @@ class _Check:
     # A file of our own with `gold` has its texts in the corpus.
     if layout is not OWN or 'gold' not in profile.facts:
       self._texts = {name: _UnreadText() for name in unread if self._may_be_needed(name)}
+    self._prompt: _UnreadPrompt | None = None
+    if 'prompt' in profile.facts and layout.question != 'prompt' and not is_certain:
+      self._prompt = _UnreadPrompt()
 
   def _may_be_needed(self, name):
     facts = self.profile.facts[name]
@@ -239,9 +294,11 @@ class _Check:
     question = values_lib.get(fields, self.layout.question)
     for name, text in self._texts.items():
       text.add(values_lib.get(fields, name), question)
+    if self._prompt is not None:
+      self._prompt.add(values_lib.get(fields, 'prompt'), question)
 
   def check_texts(self) -> None:
-    """Raises Misfit if a column that is not read has longer texts than the question."""
+    """Raises Misfit if the question may need a text that is not read."""
     for name, text in self._texts.items():
       if text.may_be_needed:
         raise Misfit(
@@ -250,6 +307,14 @@ class _Check:
             "before the question, and without 'context' it is ignored)",
             name,
         )
+    if self._prompt is not None and self._prompt.may_be_needed:
+      question = self.layout.question
+      raise Misfit(
+          self.profile.first.number,
+          f"column 'prompt' says more than the question in {question!r}: say which of them is the "
+          "'question'",
+          columns={'question': 'prompt', 'answers': next(iter(self.layout.answers))},
+      )
 
   def reading(self) -> Reading:
     """Returns how the file is read. Raises Misfit."""
@@ -642,20 +707,21 @@ def _refusal(profile, misfits, columns):
   ranked = [pair for pair in misfits if str(pair[1])]
   number = first.number
   complaint = _missing(profile)
-  text = ''
+  suggestion: Mapping[str, object] | None = None
   if ranked:
     _, misfit = max(ranked, key=lambda pair: pair[0])
-    text = misfit.text
+    suggestion = misfit.columns or _suggestion(profile, misfit.text)
     number = misfit.number
     complaint = str(misfit)
   message = f'{profile.path}:{number}: {complaint}'
   listed = cells.listed(first.fields)
+  suggestion = suggestion or _suggestion(profile, '')
   if columns:
     return types.UserError(f'{message}: correct config.data.columns; the columns are {listed}')
   return types.UserError(
       f'{message}. No published layout fits for certain. The columns are {listed}, the first row '
       f'is {cells.shown_row(first.fields)}. Name the columns: '
-      f'--config.data.columns="{_suggestion(profile, text)}"'
+      f'--config.data.columns="{suggestion}"'
   )
 
 

@@ -1086,6 +1086,30 @@ class PromptTest(_FileTest):
     mixed = self.questions(prompts[0], self.user('Who?'))
     self.assertEqual(mixed, [expected[0], 'Who?'])
 
+  @parameterized.parameters('v.jsonl', 'v.parquet')
+  def test_prompt_that_says_more_than_its_question_is_not_overlooked(self, name):
+    def row(i, text):
+      prompt = self.user(f'{text}\nHow many yards in round {i}?')
+      info = {'index': i, 'question': f'How many yards in round {i}?'}
+      return {**_VERL, 'prompt': prompt, 'extra_info': info}
+
+    passages = self.write(name, [row(i, f'{_LONG} {i // 2}') for i in range(50)])
+    with self.assertRaisesRegex(types.UserError, "'prompt' says more than .*extra_info.question"):
+      tasks.load_all(passages)
+    columns = {'question': 'prompt', 'answers': 'reward_model.ground_truth'}
+    with self.assertRaises(types.UserError) as raised:
+      tasks.load_all(passages)
+    self.assertIn(str(columns), str(raised.exception))
+    self.assertIn(f'{_LONG} 9', tasks.load_all(passages, columns).tasks[19].question)
+    columns['question'] = 'extra_info.question'
+    self.assertEqual(
+        tasks.load_all(passages, columns).tasks[19].question, 'How many yards in round 19?'
+    )
+    # Two sources with instructions of their own.
+    templates = [row(i, f'{_LONG} {"ab"[i % 2]}') for i in range(50)]
+    found = tasks.load_all(self.write(f'templates_{name}', templates)).tasks
+    self.assertEqual(found[19].question, 'How many yards in round 19?')
+
   @parameterized.parameters((True,), (False,))
   def test_conversation_is_no_question(self, is_user):
     first = self.user('Tell me about Bob.')
