@@ -32,9 +32,10 @@ class ThreadedCall(threading.Thread):
   def wait(self, timeout_s: float) -> bool:
     """Waits up to `timeout_s`; returns whether the call has ended, or raises its error."""
     self.join(timeout_s)
+    has_ended = not self.is_alive()  # first, because a call that ends now may set its error
     if self._error is not None:
       raise self._error
-    return not self.is_alive()
+    return has_ended
 
 
 def is_running(name: str) -> bool:
