@@ -166,6 +166,8 @@ class ClientTest(parameterized.TestCase):
       self.enterContext(mock.patch.object(client._server, '_limits', limits))
       with self.assertRaisesRegex(error, words):
         client.complete([])
+      # The server's thread of a request that was given up may run late.
+      processes.wait_for(lambda: len(asked) >= answered + attempts)
       ended.set()
     self.assertLen(asked, answered + attempts)
 
@@ -387,6 +389,8 @@ class RemoteTest(parameterized.TestCase):
     release = threading.Event()
     self.addCleanup(release.set)
     answer = lambda body: release.wait(60) and completion('x')
+    # The threads look at the signal after the test does.
+    self.enterContext(mock.patch.object(client_lib.http_client, '_POLL_S', 60.0))
     with serving(answer) as (address, asked):
       config = tiny_run.make_config(eval__address=address, eval__model='m', eval__rows=2)
       self.assertIsNone(job.evaluate(config, self.workdir(), StopSignal(lambda: bool(asked))))

@@ -317,16 +317,18 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(retriever.search(['a'], 1), [None])
 
   @parameterized.named_parameters(
-      ('hangs', lambda handler: time.sleep(60), 2),
-      ('hangs_up', _hang_up, 2),
-      ('is_overloaded', (503, b''), 8),
+      ('hangs', lambda handler: time.sleep(60), 2, 0.2),
+      ('hangs_up', _hang_up, 2, 60.0),
+      ('is_overloaded', (503, b''), 8, 60.0),
   )
-  def test_dead_server_is_asked_once_per_search(self, reply, num_sent):
+  def test_dead_server_is_asked_once_per_search(self, reply, num_sent, timeout_s):
     """A server that answers at all, be it with an error, may answer the next request."""
     with _server(lambda *_: reply) as (url, questions):
-      retriever = _retriever(url, timeout_s=0.2, retries=1, concurrency=1, max_queries=1)
+      retriever = _retriever(url, timeout_s=timeout_s, retries=1, concurrency=1, max_queries=1)
       for _ in range(2):  # each search asks anew
         self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
+      # The server's thread of a request that was given up may run late.
+      processes.wait_for(lambda: len(questions) >= 2 * num_sent)
       self.assertLen(questions, 2 * num_sent)
 
   @parameterized.named_parameters(
@@ -342,6 +344,7 @@ class FailuresTest(parameterized.TestCase):
         started = time.monotonic()
         self.assertEqual(retriever.search(['a'], 1), [None])
         took.append(time.monotonic() - started)
+        processes.wait_for(lambda: len(questions) >= 2 * len(took))
         self.assertLen(questions, 2 * len(took))
       self.assertLess(min(took), 0.9)
 

@@ -281,11 +281,11 @@ class SharedDevicesTest(parameterized.TestCase):
   def test_request_to_sleeping_engine_waits(self):
     """So does vLLM 0.32: the trainer must not send any."""
     engine = self.engine()
-    limits = http_client.ClientLimits(1.0, 0.3)
+    limits = http_client.ClientLimits(60.0, 60.0)
     server = http_client.Connection(engine.address, limits, 4)
     server.ask('/sleep?level=2', {})
     with self.assertRaises(http_client.Temporary):
-      server.ask('/v1/completions', {'prompt': [1]})
+      server.ask('/v1/completions', {'prompt': [1]}, total_s=0.3)
     server.ask('/resume', {})
     with self.assertRaises(http_client.Temporary):
       server.ask('/v1/completions', {'prompt': [1]})
