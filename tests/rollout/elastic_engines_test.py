@@ -144,10 +144,10 @@ class ElasticFleetTest(parameterized.TestCase):
     fleet = self.fleet()
     fleet.resolve()
     self.write()
-    threading.Timer(0.3, self.write, ['late']).start()
     weights = self.copy(engines_test.parameters(0))
     with self.assertLogs('absl', 'INFO') as logs:
       fleet.resolve()
+      threading.Timer(0.3, self.write, ['late']).start()
       fleet.sample(engines_test.REQUEST, weights, 0)
     waits = [line for line in logs.output if 'waiting for one' in line]
     self.assertLen(waits, 1)
@@ -179,6 +179,7 @@ class ElasticFleetTest(parameterized.TestCase):
       remote.check_agreement(sampler, weights, [[1]], score)
     self.assertIsNone(remote.check_agreement(sampler, weights, [[1]], score, at_start=False))
     self.api('late')
+    self.enterContext(mock.patch.object(remote, '_START_S', 60.0))
     threading.Timer(0.1, self.write, ['late']).start()
     self.assertEqual(remote.check_agreement(sampler, weights, [[1]], score), 0)
 

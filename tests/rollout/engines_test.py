@@ -53,6 +53,7 @@ from stppo_jax.stop_signal import StopSignal
 from stppo_jax.text import tokenizer as tokenizer_lib
 from stppo_jax.training import loop
 from tests.support import tiny_run
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.guests(
     what='Routes of vLLM and SGLang',
@@ -250,13 +251,20 @@ class FleetTest(parameterized.TestCase):
     weights = self.copy(parameters(0))
     fleet.sample(REQUEST, weights, 0)
     api.is_down = True
+    failures = []
+    check = api._check
 
-    def come_back():
-      api.restart()
-      api.is_down = False
+    def come_back_after_failures():
+      try:
+        check()
+      except http_client.Temporary as error:
+        failures.append(error)
+        if len(failures) == 3:
+          api.restart()
+          api.is_down = False
+        raise
 
-    timer = threading.Timer(0.2, come_back)
-    timer.start()
+    api._check = come_back_after_failures
     fleet.sample(REQUEST, weights, 0)
     self.assertEqual([weights for _, weights in api.sampled], ['000003', '000003'])
 
@@ -732,13 +740,16 @@ class HttpFaultsTest(parameterized.TestCase):
     self.addCleanup(server.server_close)
     self.addCleanup(server.shutdown)
     self.addCleanup(self.blocks.set)
-    self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
     address = f'http://127.0.0.1:{server.server_port}/v1'
     self.stops = StopSignal()
     self.enterContext(mock.patch.dict(os.environ, {'OPENAI_API_KEY': 'key'}))
     api = servers.APIS['vllm']()
-    self.engine = remote.RemoteEngine(address, api, 0.5, '0123abcd', self.stops)
+    self.engine = remote.RemoteEngine(address, api, 60.0, '0123abcd', self.stops)
     self.weights = weight_folders.RemoteWeights(3, '/weights/000003')
+
+  def limit_turns(self, turn_s):
+    self.engine._turn_s = turn_s
+    self.engine._send_turn = functools.partial(self.engine._send, turn_s)
 
   def sample(self):
     return self.engine.sample(REQUEST, lambda: self.weights)
@@ -750,18 +761,23 @@ class HttpFaultsTest(parameterized.TestCase):
       ('no_json', lambda handler: answer_with(handler, 200, '<html>'), 'KeyError', 0.0),
       ('no_turn', lambda handler: answer_with(handler, 200, '{"choices": []}'), 'IndexError', 0.0),
       ('failure', lambda handler: answer_with(handler, 503, 'it loads'), '503: it loads', 0.0),
-      ('busy', lambda handler: answer_with(handler, 429, '', seconds=7), '429', 6.0),
+      ('busy', lambda handler: answer_with(handler, 429, '', seconds=50), '429', 40.0),
   )
   def test_fault_is_temporary(self, fault, message, wait_s):
+    self.enterContext(mock.patch.object(remote, '_RETRY_S', 30.0))  # the test ends the waits
+    self.enterContext(mock.patch.object(http_client, '_MARGIN_S', 60.0))
     self.blocks.set()
     self.assertEqual(self.sample()[0].tokens, [9])
     self.faults.append(fault)
+    if 'ReadTimeout' in message:
+      self.limit_turns(0.5)
     with self.assertRaisesRegex(http_client.Temporary, message) as raised:
       self.sample()
     with self.assertRaisesRegex(http_client.Temporary, message):
       self.sample()  # sends nothing
     self.assertGreater(self.engine._retry_at - time.monotonic(), wait_s)
     self.engine._retry_at = 0.0
+    self.limit_turns(60.0)
     self.paths.clear()
     self.assertEqual(self.sample()[0].tokens, [9])
     self.assertEqual('/collective_rpc' not in self.paths, raised.exception.is_busy)
@@ -786,8 +802,8 @@ class HttpFaultsTest(parameterized.TestCase):
   @parameterized.parameters('questions', 'faults')
   def test_answer_byte_by_byte_has_a_limit(self, place):
     """Each byte restarts the time limit of a socket."""
-    self.enterContext(mock.patch.object(remote, '_QUESTION_S', 0.3))
-    self.engine._send_turn = functools.partial(self.engine._send, 0.3)
+    self.enterContext(mock.patch.object(remote, '_QUESTION_S', 1.0))
+    self.limit_turns(1.0)
     self.engine._send_load = lambda path, body: (
         {} if path == '/collective_rpc' else remote.RemoteEngine._send_load(self.engine, path, body)
     )
@@ -797,7 +813,7 @@ class HttpFaultsTest(parameterized.TestCase):
 
   @parameterized.parameters('questions', 'faults')
   def test_stop_ends_a_wait_for_an_answer(self, place):
-    self.engine._send_turn = functools.partial(self.engine._send, 300.0)
+    self.limit_turns(300.0)
     if place == 'faults':
       self.engine._version = 3
       self.engine.answered_at = time.monotonic() + 60
@@ -808,11 +824,11 @@ class HttpFaultsTest(parameterized.TestCase):
     self.assertFalse(self.blocks.is_set())
 
   def test_stop_ends_a_load_that_hangs(self):
-    threading.Timer(0.2, self.stops.set).start()
+    self.engine._stop_signal = StopSignal(lambda: '/collective_rpc' in self.paths)
     with self.assertRaises(types.Stopped):
       self.sample()
     self.assertFalse(self.blocks.is_set())
-    self.assertEqual(self.paths[-1], '/resume')
+    wait_for(lambda: self.paths[-1] == '/resume')
 
 
 def answer_with(handler, status, text, length=None, seconds=None, location=None):
@@ -913,6 +929,7 @@ class AloneTest(absltest.TestCase):
     self.assertEqual(hosts.num_processes(), 2)
     with hosts.alone(), env_pool.EnvPool(respond, 2) as pool:
       pool.step([env_pool.TurnCompletion(0, turn)])
+      futures.wait(pool.in_progress, 60)  # the end of the pool cancels what has not begun
     self.assertEqual(numbers, [1])
     self.assertEqual(hosts.num_processes(), 2)
 
