@@ -15,6 +15,7 @@ from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import isolation
 from stppo_jax.envs import stepping
 from stppo_jax.stop_signal import StopSignal
+from tests.support.processes import wait_for
 
 LIMIT_S = 0.2
 TASK = types.Task('t')
@@ -43,12 +44,26 @@ class Blocks:
       self._over.wait()
 
 
+class Over(threading.Event):
+  """The end of a test. Whoever waits for it exceeds every limit on the clock of the test."""
+
+  now = 0.0
+
+  def wait(self, timeout=None):
+    self.now += 60.0
+    return super().wait(timeout)
+
+
 class GuardTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.over = threading.Event()
+    self.over = Over()
     self.addCleanup(self.over.set)
+
+  def stop_clock(self):
+    """Only `over.wait` takes time then, however long the start of a thread takes."""
+    self.enterContext(mock.patch.object(time, 'monotonic', lambda: self.over.now))
 
   def make(self, where, isolated, guard):
     kind = factory.EnvFactory(
@@ -58,6 +73,7 @@ class GuardTest(parameterized.TestCase):
 
   @parameterized.product(where=('__init__', 'reset', 'step'), isolated=(False, True))
   def test_call_without_end_fails_alone(self, where, isolated):
+    self.stop_clock()
     guard = guard_lib.Guard(LIMIT_S)
     env = self.make(where, isolated, guard)
     _, info = stepping.reset(env, 0)
@@ -140,8 +156,7 @@ class GuardTest(parameterized.TestCase):
     guard = guard_lib.Guard(60.0)
     thread = guard.call('x', threading.get_ident)
     release.set()
-    while left[0] not in guard_lib._IDLE:
-      time.sleep(0.01)
+    wait_for(lambda: left and left[0] in guard_lib._IDLE)
     self.assertEqual(guard.call('x', threading.get_ident), thread)
 
   def test_without_limit_and_threads_calls_are_in_place(self):
@@ -174,12 +189,13 @@ class GuardTest(parameterized.TestCase):
   def test_pause_is_not_in_the_limit(self):
 
     def call():
-      guard_lib.pause(2 * LIMIT_S)
+      guard_lib.pause(1.5)
       return 'done'
 
-    self.assertEqual(guard_lib.Guard(LIMIT_S).call('x', call), 'done')
+    self.assertEqual(guard_lib.Guard(1.0).call('x', call), 'done')
 
   def test_retriever_without_end_has_failed(self):
+    self.stop_clock()
 
     class Searches(Blocks):
       top_k = 1

@@ -59,7 +59,7 @@ class WorkersTest(absltest.TestCase):
     run = workers(self)
     pid = int(run.call(f'{HERE}:pid', {}).text)
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
 
   def test_start_does_not_count_as_call_time(self):
@@ -521,13 +521,13 @@ class McpSessionTest(absltest.TestCase):
   def test_queue_of_a_server_is_not_in_the_limit(self):
     lock = threading.Lock()
     lock.acquire()
-    threading.Timer(0.6, lock.release).start()
+    threading.Timer(1.5, lock.release).start()
 
     def hold():
       with guard.hold(lock):
         return 'held'
 
-    self.assertEqual(guard.Guard(0.3).call('a tool', hold), 'held')
+    self.assertEqual(guard.Guard(1.0).call('a tool', hold), 'held')
 
 
 @pytest.mark.guests(

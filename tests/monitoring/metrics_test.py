@@ -305,11 +305,14 @@ class MetricsWriterTest(parameterized.TestCase):
 
   @of_trackers
   def test_wandb_has_a_time_limit(self):
-    self.enterContext(mock.patch.object(tracker, 'FINISH_S', 0.1))
     waits = threading.Event()
     self.addCleanup(waits.set)
     run = self._tracker('wandb').return_value
-    for finish, message in ((waits.wait, 'within 0.1 s'), (OSError('no route'), 'no route')):
+    for limit_s, finish, message in (
+        (0.1, waits.wait, 'within 0.1 s'),
+        (60.0, OSError('no route'), 'no route'),
+    ):
+      self.enterContext(mock.patch.object(tracker, 'FINISH_S', limit_s))
       run.finish.side_effect = finish
       with self.assertLogs(level='WARNING') as logs:
         self._write_steps([1], project='p', resume_step=1)

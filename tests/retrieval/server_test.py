@@ -301,7 +301,7 @@ class LoadTest(parameterized.TestCase):
 
   @parameterized.parameters(b'', b'{"quer')
   def test_slow_body_gets_408(self, part):
-    with running(body_timeout_s=0.2) as (port, app, _):
+    with running(body_timeout_s=1.0) as (port, app, _):
       with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
         connection.sendall(HEADER + b'Content-Length: 100\r\n\r\n' + part)
         self.assertEqual(connection.recv(100)[:12], b'HTTP/1.1 408')
@@ -310,16 +310,16 @@ class LoadTest(parameterized.TestCase):
 
   def test_pauses_and_long_searches_keep_a_connection(self):
     gate = Gate()
-    with running(gate, body_timeout_s=0.1) as (port, _, _):
+    with running(gate, body_timeout_s=0.5) as (port, _, _):
       connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
       with contextlib.closing(connection):
         for _ in range(2):
           gate.open.clear()
-          threading.Timer(0.3, gate.open.set).start()
+          threading.Timer(0.8, gate.open.set).start()
           connection.request('POST', '/retrieve', json.dumps({'queries': ['a']}), JSON)
           sock = connection.sock
           self.assertEqual(connection.getresponse().read()[:10], b'{"result":')
-          time.sleep(0.3)
+          time.sleep(0.8)
         self.assertIs(connection.sock, sock)
 
   def test_disconnected_client_counts_until_its_search_ends(self):

@@ -1618,12 +1618,12 @@ class LimitsTest(parameterized.TestCase):
       self.assertEqual(post(server, {**ASKED, 'n': 2}).status_code, 200)
 
   def test_prompt_of_disconnected_client_is_not_encoded(self):
-    service = self.server.app.service
+    service, before = self.server.app.service, self.num_disconnected()
     with blocked_encoder(service) as goes_on:
       with mock.patch.object(service.template, 'encode', side_effect=AssertionError) as encode:
         with sent(self.server, ASKED):
           wait_for(lambda: service._num_encoding == 1)
-        time.sleep(0.2)  # until the server has seen the end of the connection
+        wait_for(lambda: self.num_disconnected() == before + 1)
         goes_on.set()
         wait_for(lambda: service._num_encoding == 0)
       encode.assert_not_called()
@@ -1801,7 +1801,7 @@ class ControlTest(parameterized.TestCase):
       calls.append(None)
       if len(calls) == 1:
         pause.set()
-        time.sleep(0.2)
+        wait_for(lambda: service.scheduler._calls)
 
     with mock.patch.object(service.scheduler, '_decode', pausing_decode):
       with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -128,7 +128,7 @@ def sleep(task, base_url, model):
 def hang(task, base_url, model):
   """Takes too long after a turn; what it samples then is refused."""
   once(task, base_url, model)
-  time.sleep(1.5)
+  time.sleep(3.6)
   late.append(requests.post(base_url + '/chat/completions', json={}, timeout=60).status_code)
 
 
@@ -398,7 +398,7 @@ class ProgramAgentTest(parameterized.TestCase):
 
   def test_slow_program_is_truncated(self):
     config = make_config(THIS + ':hang')
-    config.serve.agent_timeout_s = 0.9
+    config.serve.agent_timeout_s = 3.0
     late.clear()
     episodes, _ = play(config, make_tasks(3))
     for episode in episodes:
@@ -409,9 +409,9 @@ class ProgramAgentTest(parameterized.TestCase):
 
   def test_punctual_programs_are_not_late(self):
     config = make_config(THIS + ':crash')
-    config.serve.agent_timeout_s = 0.3
+    config.serve.agent_timeout_s = 1.5
     with self.assertRaisesRegex(types.RunError, 'of 3 programs 3 raised'):
-      slow_loop = StopSignal(lambda: time.sleep(0.4))
+      slow_loop = StopSignal(lambda: time.sleep(1.8))
       play(config, make_tasks(3), stop_signal=slow_loop)
 
   def test_run_ends_if_all_programs_raise(self):
