@@ -1825,8 +1825,21 @@ class ControlTest(parameterized.TestCase):
     np.testing.assert_allclose(old[1][:num_old], logp[:num_old], atol=1e-5)
     self.assertGreater(np.abs(np.subtract(old[1], logp)).max(), 1e-3)
 
+  def decode_after_calls(self, num_calls):
+    """Each of the next decode calls waits for a call of another thread."""
+    scheduler = self.server.app.service.scheduler
+    decode = scheduler._decode
+    waits = iter(range(num_calls))
+
+    def waiting_decode():
+      if next(waits, None) is not None:
+        wait_for(lambda: scheduler._calls)
+      decode()
+
+    return mock.patch.object(scheduler, '_decode', waiting_decode)
+
   def test_waiting_pause_ends_after_running_requests(self):
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, self.decode_after_calls(1):
       running_answer = pool.submit(self.complete, max_tokens=40, ignore_eos=True)
       wait_for(lambda: self.server.app.service.scheduler.running)
       self.control('/pause?mode=wait')
@@ -1884,16 +1897,7 @@ class ControlTest(parameterized.TestCase):
 
   def test_another_pause_ends_waiting_pause(self):
     scheduler = self.server.app.service.scheduler
-    decode = scheduler._decode
-
-    def slow_decode():
-      time.sleep(0.1)
-      decode()
-
-    with (
-        mock.patch.object(scheduler, '_decode', slow_decode),
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, self.decode_after_calls(2):
       answer = pool.submit(self.complete, max_tokens=40, ignore_eos=True)
       wait_for(lambda: scheduler.running)
       pause = pool.submit(self.control, '/pause?mode=wait', 409)
