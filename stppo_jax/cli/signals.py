@@ -4,7 +4,6 @@ from collections.abc import Iterator
 import contextlib
 import signal
 import sys
-import threading
 
 from stppo_jax import types
 from stppo_jax.envs import guard
@@ -29,24 +28,28 @@ def handled() -> Iterator[StopSignal]:
   and the command ends with exit code 0. Where the main thread itself runs the code of an
   environment, SIGTERM raises Stopped in it.
   """
-  terminated = threading.Event()
-  interrupted = threading.Event()
-  polled = threading.Event()
+  # Events have locks, for which a second signal within a handler would wait forever.
+  is_terminated = False
+  is_interrupted = False
+  is_polled = False
 
   def on_sigterm(*unused):
-    terminated.set()
-    if not polled.is_set() or guard.is_in_main_thread():
+    nonlocal is_terminated
+    is_terminated = True
+    if not is_polled or guard.is_in_main_thread():
       raise types.Stopped
 
   def on_sigint(*unused):
-    interrupted.set()
+    nonlocal is_interrupted
+    is_interrupted = True
     raise KeyboardInterrupt
 
   def is_set():
-    polled.set()
-    if interrupted.is_set():
+    nonlocal is_polled
+    is_polled = True
+    if is_interrupted:
       raise KeyboardInterrupt
-    return terminated.is_set()
+    return is_terminated
 
   previous_hook = sys.unraisablehook
 
