@@ -23,7 +23,7 @@ from stppo_jax.data import layouts
 from stppo_jax.data.layouts import SetLayout
 from stppo_jax.types import shown
 
-_MAX_TEMPLATES = 20  # of the prompts of a file; its origins may have different ones
+_MAX_TEMPLATES = 20  # prompts of one file may have those of several origins
 
 OWN = SetLayout(
     'own file',
