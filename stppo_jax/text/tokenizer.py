@@ -506,12 +506,14 @@ def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> 
   token_bytes = [b''] * (max(vocab.values()) + 1)
   for name, i in vocab.items():
     token_bytes[i] = read_added(added[i].content) if i in added else read(name)
-  ids = library.encode('a', add_special_tokens=False).ids
-  if read is _fallback_bytes and [token_bytes[i] for i in ids] != [b'a']:
-    raise types.UserError(
-        f'{path!r} puts a space before each text, as the tokenizers of Llama 2 and Mistral 7B do, '
-        'so a text cannot be put together from the tokens of its parts: choose another model'
-    )
+  for text in ('a', ' a '):
+    ids = library.encode(text, add_special_tokens=False).ids
+    if b''.join(token_bytes[i] for i in ids) != text.encode():
+      raise types.UserError(
+          f'{path!r} puts a space before each text, as the tokenizers of Llama 2 and Mistral 7B '
+          'do, or removes those around it, so a text cannot be put together from the tokens of its '
+          'parts: choose another model'
+      )
   return tuple(token_bytes)
 
 

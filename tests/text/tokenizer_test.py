@@ -383,6 +383,19 @@ class FallbackTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'puts a space before each text'):
       chat.load_tokenizer(folder)
 
+  @parameterized.parameters(
+      ('pre_tokenizer', {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': True}),
+      ('normalizer', {'type': 'Strip', 'strip_left': True, 'strip_right': True}),
+      ('normalizer', {'type': 'Strip', 'strip_left': False, 'strip_right': True}),
+  )
+  def test_bytes_with_other_spaces_are_refused(self, part, settings):
+    folder = tiny_tokenizer.write(_folder(self))
+    path = pathlib.Path(folder, 'tokenizer.json')
+    definition = json.loads(path.read_text(encoding='utf-8'))
+    path.write_text(json.dumps(definition | {part: settings}), encoding='utf-8')
+    with self.assertRaisesRegex(types.UserError, 'puts a space before each text'):
+      chat.load_tokenizer(folder)
+
 
 class ObservationTest(parameterized.TestCase):
 
