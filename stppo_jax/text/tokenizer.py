@@ -164,7 +164,7 @@ def _encode(library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 def load_tokenizer(
     folder: str, template_kwargs: Mapping[str, object] | None = None, default_template: str = ''
 ) -> Tokenizer:
-  """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json.
+  """Reads tokenizer.json and, if they exist, the files with its settings and its end tokens.
 
   `default_template` is the file of a chat template for a folder without one.
   """
@@ -187,7 +187,7 @@ def load_tokenizer(
     library.no_truncation()
     library.no_padding()
   text_library.encode_special_tokens = True
-  settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
+  settings = _settings(folder)
   token_bytes = _token_bytes(path, definition, control_library)
   added_by_id = control_library.get_added_tokens_decoder()
   added = list(added_by_id.values())
@@ -543,16 +543,37 @@ def _fallback_bytes(name: str) -> bytes:
   return name.replace('\u2581', ' ').encode()
 
 
+def _settings(folder: str) -> dict:
+  """Returns tokenizer_config.json; of an old folder with the special tokens of their own file."""
+  settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
+  if 'added_tokens_decoder' in settings:
+    return settings
+  return settings | _read_json(os.path.join(folder, 'special_tokens_map.json'))
+
+
 def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tuple[int, ...]:
-  """Returns the ids that end a turn: the tokenizer's eos token and generation_config.json's."""
-  generation = _read_json(os.path.join(folder, 'generation_config.json'))
-  listed = generation.get('eos_token_id')
-  ids = [library.token_to_id(_token_name(settings.get('eos_token')))]
-  ids += listed if isinstance(listed, list) else [listed]
-  if not types.is_of(ids, list[int | None]):
+  """Returns the ids that end a turn: the tokenizer's eos token and generation_config.json's.
+
+  Without that file config.json names them, as in transformers and vLLM.
+  """
+  name = _token_name(settings.get('eos_token'))
+  own = library.token_to_id(name)
+  if name and own is None:
     raise types.UserError(
-        f'generation_config.json in {folder!r} has eos_token_id {listed!r}: ids are needed'
+        f'the eos token {name!r} of {folder!r} is not in its tokenizer.json: save the tokenizer '
+        'again, with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)'
     )
+  file = 'generation_config.json'
+  if not os.path.isfile(os.path.join(folder, file)):
+    file = 'config.json'
+  raw = _read_json(os.path.join(folder, file))
+  listed = raw.get('eos_token_id')
+  text = raw.get('text_config')
+  if listed is None and isinstance(text, dict):
+    listed = text.get('eos_token_id')
+  ids = [own, *(listed if isinstance(listed, list) else [listed])]
+  if not types.is_of(ids, list[int | None]):
+    raise types.UserError(f'{file} in {folder!r} has eos_token_id {listed!r}: ids are needed')
   return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 

@@ -204,6 +204,35 @@ class TokenizerTest(parameterized.TestCase):
       json.dump({'eos_token_id': [7, 1]}, file)
     self.assertEqual(chat.load_tokenizer(self.folder).eos_ids, (1, 7))
 
+  @parameterized.parameters(
+      ({'eos_token_id': [7, 1]}, (1, 7)),
+      ({'eos_token_id': None, 'text_config': {'eos_token_id': 7}}, (1, 7)),
+      ({'text_config': {'eos_token_id': [7, 8]}}, (1, 7, 8)),
+      ({}, (1,)),
+  )
+  def test_config_names_ends_if_generation_config_is_absent(self, settings, expected):
+    path = pathlib.Path(self.folder, 'config.json')
+    path.write_text(json.dumps(settings), encoding='utf-8')
+    self.assertEqual(chat.load_tokenizer(self.folder).eos_ids, expected)
+    pathlib.Path(self.folder, 'generation_config.json').write_text('{}', encoding='utf-8')
+    self.assertEqual(chat.load_tokenizer(self.folder).eos_ids, (1,))
+
+  @parameterized.parameters('<|im_end|>', ({'content': '<|im_end|>', 'special': True},))
+  def test_special_tokens_of_old_folders_have_own_file(self, eos):
+    change_settings(self.folder, eos_token=None)
+    special = {'eos_token': eos, 'pad_token': '<|pad|>'}
+    path = pathlib.Path(self.folder, 'special_tokens_map.json')
+    path.write_text(json.dumps(special), encoding='utf-8')
+    tokenizer = chat.load_tokenizer(self.folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder)
+    self.assertEqual(tokenizer.eos_ids, (theirs.eos_token_id,))
+    self.assertEqual(tokenizer.pad_id, theirs.pad_token_id)
+
+  def test_eos_token_without_id_is_refused(self):
+    change_settings(self.folder, eos_token='<|end|>')
+    with self.assertRaisesRegex(types.UserError, "'<.end.>' .* is not in its tokenizer.json"):
+      chat.load_tokenizer(self.folder)
+
   def test_pre_tokenizer_of_the_file_is_kept(self):
     # A home-made pre-tokenizer under a config that says qwen2: AutoTokenizer would ignore it.
     with open(os.path.join(self.folder, 'config.json'), 'w') as file:
