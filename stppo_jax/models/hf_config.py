@@ -78,6 +78,7 @@ _TOP_LEVEL = (
 # Up to max_position_embeddings a dynamic scaling changes nothing, and longer rows are refused. For
 # text mrope changes nothing.
 _UNSCALED = ('default', 'dynamic', 'mrope')
+_NULL_IS_FALSE = ('truncate',)  # keys of a rotation, as in transformers; absent it is true
 _MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -434,7 +435,11 @@ def _rope(path, raw):
         )
     if rope:
       form = defaults | {'rope_type': rope.get('type') or 'default'}
-      form |= {key: value for key, value in rope.items() if key != 'type' and value is not None}
+      form |= {
+          key: value
+          for key, value in rope.items()
+          if key != 'type' and (value is not None or key in _NULL_IS_FALSE)
+      }
       forms.append(form)
   if len(forms) == 2:
     forms[1]['rope_theta'] = forms[1]['rope_theta'] or forms[0]['rope_theta']

@@ -813,6 +813,12 @@ class RefusalTest(parameterized.TestCase):
     found = hf_config.load(self.folder).rope_scaling
     self.assertEqual(getattr(found, 'original', None), original)
 
+  @parameterized.parameters(({}, True), ({'truncate': None}, False), ({'truncate': False}, False))
+  def test_null_in_truncate_is_false_as_in_transformers(self, more, expected):
+    scaling = {'type': 'yarn', 'factor': 2.0, **more}
+    self.edit_config(rope_parameters=None, rope_scaling=scaling)
+    self.assertEqual(hf_config.load(self.folder).rope_scaling.truncate, expected)
+
   @parameterized.parameters((True,), (False,))
   def test_text_model_reads_its_own_part(self, is_tied):
     """The top level says only whether the embedding is the output matrix."""
