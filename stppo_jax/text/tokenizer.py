@@ -44,6 +44,9 @@ _OPEN = '\ufdd0'
 _CLOSE = '\ufdd1'
 _MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 _TURN = 'The-agent-says-this'
+_SAVE_AGAIN = (
+    'save the tokenizer again, with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)'
+)
 
 Ids = Sequence[int] | np.ndarray
 
@@ -195,7 +198,9 @@ def load_tokenizer(
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
     pad_id = eos_ids[0] if eos_ids else 0
-  render = _chat_renderer(folder, settings, template_kwargs or {}, default_template)
+  render = _chat_renderer(
+      folder, settings, template_kwargs or {}, default_template, control_library
+  )
   if render is not None:
     eos_ids = _with_turn_end(folder, eos_ids, render, control_library)
   return Tokenizer(
@@ -560,8 +565,7 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
   own = library.token_to_id(name)
   if name and own is None:
     raise types.UserError(
-        f'the eos token {name!r} of {folder!r} is not in its tokenizer.json: save the tokenizer '
-        'again, with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)'
+        f'the eos token {name!r} of {folder!r} is not in its tokenizer.json: {_SAVE_AGAIN}'
     )
   file = 'generation_config.json'
   if not os.path.isfile(os.path.join(folder, file)):
@@ -628,9 +632,16 @@ def _token_name(entry: str | dict | None) -> str:
 
 
 def _chat_renderer(
-    folder: str, settings: dict, kwargs: Mapping, default_template: str
+    folder: str,
+    settings: dict,
+    kwargs: Mapping,
+    default_template: str,
+    control_library: tokenizers.Tokenizer,
 ) -> Callable[..., str] | None:
-  """Returns the function that renders messages with the chat template; None: there is none."""
+  """Returns the function that renders messages with the chat template; None: there is none.
+
+  UserError: the template writes a token that transformers adds, and tokenizer.json lacks.
+  """
   has_own = _has_template(folder, settings)
   if not has_own and not default_template:
     return None
@@ -645,6 +656,14 @@ def _chat_renderer(
     ) from error
   if not has_own:
     library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
+  template = str(library.chat_template)
+  for token in library.get_added_vocab():
+    is_written = token in template or token == library.bos_token
+    if is_written and control_library.token_to_id(token) is None:
+      raise types.UserError(
+          f'the chat template of {folder!r} writes the token {token!r}, which is not in its '
+          f'tokenizer.json: {_SAVE_AGAIN}'
+      )
   return functools.partial(
       library.apply_chat_template, tokenize=False, add_generation_prompt=True, **kwargs
   )

@@ -707,6 +707,20 @@ class StopAutomatonTest(parameterized.TestCase):
 class FirstAndLastTokenTest(parameterized.TestCase):
 
   @parameterized.parameters(
+      {'extra_special_tokens': ['<|turn|>']},
+      {'added_tokens_decoder': {'400': {'content': '<|turn|>', 'special': True}}},
+      {'bos_token': '<|turn|>'},
+  )
+  def test_token_that_only_transformers_adds_is_refused_in_template(self, **settings):
+    template = QWEN25.replace('<|im_start|>', '<|turn|>')
+    folder = write_chat_tokenizer(_folder(self), template, '<|im_end|>')
+    change_settings(folder, **settings)
+    with self.assertRaisesRegex(types.UserError, r"writes the token '<\|turn\|>'"):
+      chat.load_tokenizer(folder)
+    change_settings(folder, chat_template=QWEN25, bos_token=None)  # it has no use for the token
+    chat.load_tokenizer(folder)
+
+  @parameterized.parameters(
       {},
       {'bos': '<|begin_of_text|>'},
       {'bos': '<|begin_of_text|>', 'add_bos_token': False},
