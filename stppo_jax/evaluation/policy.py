@@ -14,6 +14,7 @@ from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import hf_export
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -43,13 +44,7 @@ def load(config: Config, workdir: str) -> tuple[Policy, components_lib.Component
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-    sources = components_lib.sources(config)
-    for field in hosts.by_writer(workdir_lib.changed_plugins, workdir, sources):
-      logging.warning(
-          'what config.%s names has changed since %s was trained: the scores are by the new one',
-          field,
-          workdir,
-      )
+    _check_sources(config, workdir, components_lib.sources(config))
   components = components_lib.resolve(config)
   hosts.require_same('questions', [task.id for task in components.held_out])
   components.load()
@@ -92,6 +87,28 @@ def _check_trained(config: Config, workdir: str) -> None:
     logging.warning('the scores use other settings than the run: %s', ', '.join(others))
 
 
+def _check_sources(config: Config, workdir: str, sources: dict[str, str]) -> None:
+  """Warns of plug-ins and models that have changed since `workdir` was trained.
+
+  `sources` is as in `components.sources`. UserError: adapters would be added to other weights.
+  """
+  for field in hosts.by_writer(workdir_lib.changed_plugins, workdir, sources):
+    changed = f'what config.{field} names has changed since {workdir} was trained'
+    is_base = field == 'model.folder' and config.model.lora_rank
+    if is_base and not config.train.accept_changed_plugins:
+      raise UserError(
+          f'{changed}, and the adapters of the run belong to the former weights: restore them, or '
+          'give --config.train.accept_changed_plugins'
+      )
+    logging.warning('%s: the new one is used', changed)
+
+
+def _check_model(config: Config, workdir: str) -> None:
+  """Does `_check_sources` for the model that the policy started from."""
+  folder = prepare.model_folder(config)
+  _check_sources(config, workdir, {'model.folder': hf_config.fingerprint(folder)})
+
+
 def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
@@ -102,6 +119,7 @@ def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   if not workdir_lib.has_checkpoint_folder(workdir):
     return _untrained(config, all_policies)
   _check_trained(config, workdir)
+  _check_model(config, workdir)
   return _trained(config, workdir, all_policies)
 
 
@@ -181,6 +199,7 @@ def export(config: Config, workdir: str) -> str:
         'the --config of its training'
     )
   _check_trained(config, workdir)
+  _check_model(config, workdir)
   models, actors, updates = _read(config, workdir)
   folder = os.path.join(workdir, 'export')
   source = prepare.model_folder(config)

@@ -401,6 +401,23 @@ class RunTest(absltest.TestCase):
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
   @pytest.mark.slow
+  def test_adapters_are_not_added_to_other_weights(self):
+    source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
+    shutil.copytree(tiny_run.make_config().model.folder, source)
+    values = {'model.folder': str(source), 'model.lora_rank': 2}
+    config = tiny_run.make_config(**values, **{'train.updates': 1, 'eval.every': 0})
+    loop.start(config, self.workdir)
+    model, params = convert.load_hf(source)
+    convert.save_hf(source, model, jax.tree.map(lambda x: x + 0.1, params))
+    for use in (policy_lib.export, policy_lib.policy, policy_lib.load):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*model\.folder [^\n]*adapters[^\n]*$'):
+        use(config, self.workdir)
+    config.train.accept_changed_plugins = True
+    with self.assertLogs('absl', 'WARNING') as logs:
+      policy_lib.export(config, self.workdir)
+    self.assertIn('the new one is used', logs.output[0])
+
+  @pytest.mark.slow
   def test_full_training_exports_its_policy_too(self):
     source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
     shutil.copytree(tiny_run.make_config().model.folder, source)
