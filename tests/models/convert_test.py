@@ -732,6 +732,11 @@ class RefusalTest(parameterized.TestCase):
           'layer_types',
       ),
       ({'model_type': 'olmo3', 'layer_types': ['full_attention'] * 3}, 'allowed: 2 times'),
+      ({'model_type': 'olmo3', 'sliding_window_pattern': 2}, 'sliding_window_pattern = 2'),
+      (
+          {'model_type': 'gemma2', 'hidden_act': 'gelu_pytorch_tanh', 'sliding_window_pattern': 6},
+          'sliding_window_pattern = 6',
+      ),
       ({'model_type': 'gemma3_text', 'hidden_act': 'relu'}, "allowed: 'gelu_pytorch_tanh'"),
       (
           {

@@ -1,5 +1,6 @@
 """Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786)."""
 
+from collections.abc import Sequence
 import math
 import pathlib
 from typing import Any
@@ -44,6 +45,13 @@ class Gemma2(windowed.WindowedFamily):
 
 class Gemma3(windowed.TwoRotations):
   """Layers with a window have a rotation of their own base."""
+
+  def layer_name(
+      self, l: int, raw: dict[str, Any], window: int | None, rotary: Sequence[int]
+  ) -> str:
+    """Returns transformers' name of layer l where config.json leaves it out."""
+    period = raw.get('sliding_window_pattern') or self.window_period
+    return family.FULL if (l + 1) % period == 0 else family.WINDOW
 
   def score_fields(self, path: pathlib.Path, raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Returns the fields of attention scores and logits."""
@@ -90,7 +98,9 @@ FAMILIES = {
             'attn_logit_softcapping': 50.0,
             'final_logit_softcapping': 30.0,
         },
-        _ALLOWED | dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), family.ANY),
+        _ALLOWED
+        | dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), family.ANY)
+        | {'sliding_window_pattern': (2,)},
         window_period=2,
     ),
     'gemma3_text': Gemma3(

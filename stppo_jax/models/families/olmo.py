@@ -12,6 +12,7 @@ FAMILIES = {
         'Olmo3',
         _FLAGS,
         _DEFAULTS | {'rope_theta': 500_000.0, 'sliding_window': 4096},
+        {'sliding_window_pattern': (4,)},
         shares_no_keys=True,
         window_period=4,
     ),

@@ -29,8 +29,7 @@ class WindowedFamily(family.Family):
       self, l: int, raw: dict[str, Any], window: int | None, rotary: Sequence[int]
   ) -> str:
     """Returns transformers' name of layer l where config.json leaves it out."""
-    period = raw.get('sliding_window_pattern') or self.window_period
-    return family.FULL if (l + 1) % period == 0 else family.WINDOW
+    return family.FULL if (l + 1) % self.window_period == 0 else family.WINDOW
 
   def to_json(self, config: decoder.ModelConfig) -> dict[str, object]:
     """Returns the settings of config.json that are the family's own, and those of its rotations."""
