@@ -350,14 +350,21 @@ class DecoderTest(parameterized.TestCase):
 
     self.assertLess(temporaries(13), temporaries(18))
 
-  def test_one_scaling_for_two_kinds_of_layers_is_warned_of(self):
+  def test_one_rotation_for_two_kinds_of_layers_is_warned_of(self):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     raw = SIZES | {'model_type': 'olmo3', 'sliding_window': 9}
     raw['layer_types'] = ['sliding_attention', 'full_attention'] * (SIZES['num_hidden_layers'] // 2)
-    flat = {'rope_parameters': YARN}
-    nested = {'rope_parameters': {'full_attention': YARN, 'sliding_attention': PLAIN}}
-    for parameters, context in ((flat, self.assertLogs), (nested, self.assertNoLogs)):
-      (folder / 'config.json').write_text(json.dumps(raw | parameters), encoding='utf-8')
+    other_key = {'type': 'linear', 'factor': 2.0}
+    nested = {'full_attention': YARN, 'sliding_attention': PLAIN}
+    for parameters, context in (
+        (YARN, self.assertLogs),
+        (other_key, self.assertLogs),
+        (PLAIN, self.assertLogs),
+        (nested, self.assertNoLogs),
+        (None, self.assertNoLogs),
+    ):
+      rope = {'rope_parameters': parameters}
+      (folder / 'config.json').write_text(json.dumps(raw | rope), encoding='utf-8')
       with context('absl', 'WARNING'):
         hf_config.load(folder)
 

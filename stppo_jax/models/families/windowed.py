@@ -55,12 +55,12 @@ class TwoRotations(WindowedFamily):
           f'{path}: rope_parameters has {unknown[0]}, which is not supported; allowed: '
           f'{", ".join(family.LAYER_NAMES)}; choose another model'
       )
-    if not is_nested and (by_type.get('rope_type') or 'default') != 'default':
+    if by_type and not is_nested:
       logging.warning(
-          '%s: rope_parameters has the scaling %s for all layers. It is used in the layers without '
-          'a window, and transformers 5.24 uses it in none: write one entry per type of layer',
+          '%s: rope_parameters = %r names no type of layer. It is used, its scaling in the layers '
+          'without a window, and transformers 5.24 ignores it: write one entry per type of layer',
           path,
-          by_type['rope_type'],
+          by_type,
       )
     full = raw
     window: dict[str, Any] = {'rope_theta': raw.get('rope_local_base_freq')}
