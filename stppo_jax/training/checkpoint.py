@@ -150,13 +150,23 @@ class Checkpoints:
   def restore_part(self, updates: int, like: Tree) -> Tree:
     """Returns the part of the state that `like` is, with its shapes and shardings.
 
-    Nothing else of the state is read.
+    Nothing else of the state is read. UserError: the state has no such part.
     """
     item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     restore_args = ocp.checkpoint_utils.construct_restore_args(item, shardings)
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-    return self._restore(updates, 'state', args)
+    advice = 'give the --config and the model.folder of its training'
+    where = f'{self._folder}: the checkpoint after {updates} updates'
+    try:
+      part = self._restore(updates, 'state', args)
+    except ValueError as error:  # another shape
+      raise UserError(f'{where} does not fit ({_reason(error)}): {advice}') from error
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+      if not isinstance(leaf, jax.Array):  # Orbax leaves the shape of what is not there
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        raise UserError(f'{where} has no {name}: {advice}')
+    return part
 
   def restore_copies(self, updates: int, like: Tree, number: int) -> list[Tree]:
     """Returns the `copies` saved after `updates`, with the structure and shardings of `like`."""

@@ -21,6 +21,7 @@ from stppo_jax.monitoring import journal as journals
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import recovery
+from stppo_jax.types import UserError
 from tests.support import micro_run
 
 STATE = {'a': jnp.arange(12.0).reshape(3, 4), 'b': jnp.ones(5)}
@@ -197,6 +198,26 @@ class RolesTest(CheckpointCase):
       saves.resume(learners, None, None)
     self.assertEqual(list(learners.states), ['solver', 'critic'])
     chex.assert_trees_all_equal(learners.state, state)
+
+  @parameterized.parameters(
+      ({'critic': {'actor': (2,)}}, ''),
+      ({'writer': {'actor': (2,)}}, 'has no writer/actor'),
+      ({'critic': {'actor': (2,), 'lm_head': (2,)}}, 'has no critic/lm_head'),
+      ({'critic': {'actor': (3,)}}, 'does not fit .*shape'),
+  )
+  def test_parts_that_a_checkpoint_lacks_are_refused(self, shapes, message):
+    state = {'critic': {'actor': jnp.ones(2)}}
+    with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
+      saves.save_run(recovery.Progress(updates=1), state, ())
+    place = state['critic']['actor'].sharding
+    make = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    like = jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    if not message:
+      part, _ = recovery.restore_part(self.workdir, like)
+      chex.assert_trees_all_equal(part, state)
+      return
+    with self.assertRaisesRegex(UserError, f'^[^\n]*{message}[^\n]*of its training$'):
+      recovery.restore_part(self.workdir, like)
 
 
 class BestTest(CheckpointCase):
