@@ -19,6 +19,7 @@ from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
 _HELP = ('help', 'h')
+_FLAG = re.compile(r'--?([A-Za-z][\w.]*)(?:=(.*))?', re.DOTALL)
 _BOOLEANS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 _DICT = dict[str, Any]
 
@@ -88,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
   rest = list(arguments)
   while rest:
     argument = rest.pop(0)
-    match = re.fullmatch(r'--?([A-Za-z][\w.]*)(?:=(.*))?', argument, re.DOTALL)
+    match = _FLAG.fullmatch(argument)
     if match is None:
       operands.append(argument)
       continue
@@ -104,7 +105,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if text is None:
       if bool in (kind, *get_args(kind)):
         text = 'true'
-      elif rest:
+      elif rest and not _FLAG.fullmatch(rest[0]):  # an empty variable of a shell is no value
         text = rest.pop(0)
       else:
         raise UserError(f'{argument}: give a value, as in {argument}=VALUE')

@@ -105,6 +105,7 @@ MISTAKES = {
     'a name that is taken': (['new', 'json'], ['new json', 'give another']),
     'a port that is none': (['--mode=serve', '--port=70000'], ['--port=70000', 'at most 65535']),
     'no value': (['--config.seed'], ['--config.seed', 'give a value']),
+    'a flag instead of a value': (['report', '--workdir', '--config.seed=1'], ['give a value']),
     'forgotten dashes': (['config.train.updates=3'], ['config.train.updates=3', '--']),
     'rule of validate': (
         ['--config.rollout.top_k=5', '--config.algorithm.old_logp=trainer', '--workdir={tmp}/run'],
