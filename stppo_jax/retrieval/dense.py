@@ -69,6 +69,7 @@ def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np
     part = f'{path}.{os.getpid()}-{secrets.token_hex(8)}.part'  # ids of hosts may be equal
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
+    _reserve(part)
     for start in range(0, len(texts), _ENCODED):
       block = slice(start, start + _ENCODED)
       vectors[block] = encoder.encode_passages(texts[block])
@@ -76,6 +77,20 @@ def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np
     vectors.flush()
     os.replace(part, path)
   return np.load(path, mmap_mode='r', allow_pickle=False)
+
+
+def _reserve(path: str) -> None:
+  """Gives a new file its space on the disk. OSError: there is too little.
+
+  Without it, the first write to a memory map for which the disk has no room ends the process with
+  SIGBUS, perhaps after hours.
+  """
+  try:
+    with open(path, 'r+b') as file:
+      os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+  except OSError:
+    os.remove(path)
+    raise
 
 
 def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:

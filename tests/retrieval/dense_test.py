@@ -1,5 +1,6 @@
 """The text encoder against loops in NumPy, with what its folder says; exact search; rank fusion."""
 
+import errno
 import importlib.util
 import json
 import math
@@ -308,6 +309,16 @@ class DenseTest(parameterized.TestCase):
         with mock.patch.object(os.path, 'exists', return_value=False):  # neither has ended
           dense.embed(encoders.Encoder(self.folder), ['lima'], self.cache)
     self.assertLen(set(parts), 2)
+
+  def test_full_disk_is_an_error_and_leaves_no_file(self):
+    encoder = mock.Mock(folder=self.folder, passage_prompt='', width=3)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(os, 'posix_fallocate', side_effect=full) as reserve:
+      with self.assertRaisesRegex(OSError, 'No space left'):
+        dense.embed(encoder, ['lima', 'paris'], self.cache)
+    self.assertEqual(reserve.call_args.args[2], 128 + 2 * 3 * 4)  # a header, and two vectors
+    encoder.encode_passages.assert_not_called()
+    self.assertEmpty(os.listdir(self.cache))
 
   def retriever(self, passages=PASSAGES, **prompts):
     encoder = encoders.Encoder(self.folder, **prompts)
