@@ -41,7 +41,8 @@ def bootstrap(
 ) -> Estimate:
   """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
 
-  There is no interval if a sample has one item. With few items the interval is too narrow.
+  There is no interval if a sample has one item. With few items the interval is too narrow. Strata
+  of one item are resampled together, because resampling one of them alone never changes it.
 
   Args:
     function: takes an array [.., items] per sample and returns [..].
@@ -51,25 +52,34 @@ def bootstrap(
     seed: of the resampling.
   """
   generator = np.random.default_rng(seed)
-  strata = [[np.asarray(part, float) for part in sample] for sample in samples]
-  pooled = [np.concatenate(parts) for parts in strata]
+  pooled = [np.concatenate(sample, dtype=float) for sample in samples]
+  strata = [_places(list(map(len, sample))) for sample in samples]
   value = float(function(*pooled))
   if min(map(len, pooled)) < 2:
     return Estimate(value, None, None)
-
-  def resample(part, n):
-    size = len(part)
-    numbers = generator.integers(size, size=(n, size))
-    return part[numbers]
 
   drawn = []
   for first in range(0, reps, _AT_ONCE):
     n = min(_AT_ONCE, reps - first)
     samples_again = []
-    for parts in strata:
-      parts_again = [resample(part, n) for part in parts]
-      samples_again.append(np.concatenate(parts_again, axis=-1))
+    for values, parts in zip(pooled, strata):
+      again = np.empty((n, len(values)))
+      for places in parts:
+        size = len(places)
+        numbers = generator.integers(size, size=(n, size))
+        again[:, places] = values[places[numbers]]
+      samples_again.append(again)
     drawn.append(function(*samples_again))
   tail = (1 - level) / 2
   low, high = np.quantile(np.concatenate(drawn), [tail, 1 - tail])
   return Estimate(value, float(low), float(high))
+
+
+def _places(sizes: Sequence[int]) -> list[np.ndarray]:
+  """Returns the places of items that are resampled among themselves, from the sizes of strata."""
+  strata = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+  single = [places for places in strata if len(places) == 1]
+  if not single:
+    return strata
+  others = [places for places in strata if len(places) != 1]
+  return [np.concatenate(single), *others]

@@ -103,6 +103,13 @@ class EstimatesTest(parameterized.TestCase):
     of_one = scores_lib.scores(episodes[:3])
     self.assertFalse([name for name in of_one if 'macro' in name])
 
+  def test_interval_of_one_question_per_data_set_has_a_width(self):
+    tasks = [types.Task(name, dataset=name) for name in 'abcd']
+    samples = {task.id: [make_episode(task, i % 2)] for i, task in enumerate(tasks)}
+    for group in estimates.groups(samples)[:2]:  # all, and the mean of the data sets
+      em = group.estimates['em']
+      self.assertEqual((em.value, em.low, em.high), (0.5, 0.0, 1.0))
+
   def test_questions_have_equal_weight_whatever_their_samples(self):
     tasks = [types.Task(name) for name in 'ab']
     samples = {'a': [make_episode(tasks[0], 1.0)] * 3, 'b': [make_episode(tasks[1], 0.0)]}
