@@ -269,17 +269,22 @@ def load_corpus(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> lis
   return list(passages.values())
 
 
-def read_contents(contents: str) -> tuple[str, str]:
+def read_contents(contents: str, own_title: object = None) -> tuple[str, str]:
   """Returns (title, text) of Search-R1's `contents`: a title in quotes, a newline, the text.
 
-  A single line is a text without a title.
+  A single line is a text without a title. `own_title` is the value of a separate field. If it is a
+  title, then contents that begin with neither this title nor one in quotes are the text.
   """
+  own = own_title.strip() if isinstance(own_title, str) else ''
   title, newline, text = contents.partition('\n')
   if not newline:
-    return '', contents.strip()
+    return own, contents.strip()
   title = title.strip()
-  if len(title) > 1 and title[0] == title[-1] == '"':
+  is_quoted = len(title) > 1 and title[0] == title[-1] == '"'
+  if is_quoted:
     title = title[1:-1]
+  elif own and own != title:
+    return own, contents.strip()
   return title, text.strip()
 
 
@@ -526,10 +531,10 @@ def _passage(row: row_files.FileRow) -> types.Passage | None:
     )
   texts = _get(fields, name, str | list[str])
   text = texts if isinstance(texts, str) else ' '.join(map(str.strip, texts))
+  title_name = _first(fields, ('title', 'wikipedia_title'))
   if name == 'contents':
-    title, text = read_contents(text)
+    title, text = read_contents(text, fields[title_name] if title_name else None)
   else:
-    title_name = _first(fields, ('title', 'wikipedia_title'))
     title = _get(fields, title_name, str) if title_name else _title_of_metadata(fields)
   return types.Passage(passage_id, title, text) if text.strip() or title.strip() else None
 

@@ -196,5 +196,5 @@ def _read_passage(row: dict[str, Any]) -> types.Passage:
   score = float(row.get('score') or 0.0)
   if not isinstance(contents, str) or not math.isfinite(score):
     raise TypeError('contents are not a string, or the score is not finite')
-  title, text = tasks.read_contents(contents)
+  title, text = tasks.read_contents(contents, document.get('title'))
   return types.Passage(str(document.get('id', '')), title, text, score)

@@ -295,6 +295,19 @@ class LoadCorpusTest(_FileTest):
     self.assertEqual(tasks.write_contents(passage), contents)
 
   @parameterized.parameters(
+      ('Lima', 'In Peru.', 'Lima', 'In Peru.'),
+      ('Lima', 'In Peru,\nby the sea.', 'Lima', 'In Peru,\nby the sea.'),
+      ('Lima', 'Lima\nIn Peru.', 'Lima', 'In Peru.'),
+      ('lima', '"Lima"\nIn Peru.', 'Lima', 'In Peru.'),
+      (None, 'Lima\nIn Peru.', 'Lima', 'In Peru.'),
+      (['Lima'], 'In Peru.', '', 'In Peru.'),
+  )
+  def test_title_beside_contents_is_read(self, own_title, contents, title, text):
+    path = self.write('corpus.jsonl', {'id': 1, 'title': own_title, 'contents': contents})
+    (passage,) = tasks.load_corpus(path)
+    self.assertEqual((passage.title, passage.text), (title, text))
+
+  @parameterized.parameters(
       ({'id': 'p2', 'title': 'Lima'}, "field 'text' is missing"),
       ({'title': 'Lima', 'id': 1.5, 'text': 'x'}, "field 'id' is 1.5"),
       ({'id': 'p1', 'title': 'Lima', 'text': 'x'}, "field 'id' is 'p1' a second time"),

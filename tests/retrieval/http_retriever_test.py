@@ -241,6 +241,12 @@ class AnswersTest(parameterized.TestCase):
     with _server(lambda *_: {'result': [[_document('q', i) for i in range(5)]]}) as (url, _):
       self.assertLen(_retriever(url).search(['q'], 2)[0], 2)
 
+  def test_title_beside_contents_is_read(self):
+    document = {'id': 1, 'title': 'Lima', 'contents': 'In Peru.'}
+    with _server(lambda *_: {'result': [[{'document': document, 'score': 1.0}]]}) as (url, _):
+      (passage,) = _retriever(url).search(['q'], 1)[0]
+    self.assertEqual((passage.title, passage.text), ('Lima', 'In Peru.'))
+
   def test_unusual_queries_survive(self):
     queries = ['', 'S\u00e3o "x"\n', '\ud800', '\x00']
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
