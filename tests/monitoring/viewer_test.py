@@ -141,6 +141,31 @@ class ViewerTest(parameterized.TestCase):
     shown = subprocess.run([node, '-e', script], capture_output=True, text=True, check=True)
     self.assertEqual(json.loads(shown.stdout), expected)
 
+  def test_run_that_cannot_be_read_hides_no_other(self):
+    node = shutil.which('node')
+    if not node:
+      self.skipTest('no Node.js')
+    folder = pathlib.Path(viewer.__file__).parent / 'page'
+    source = folder.joinpath('start.js').read_text().rpartition('start();')[0]
+    script = """
+      const state = {runs: new Map(), listed: ['a', 'b'].map((name) => ({name, version: '1'})),
+        chosen: ['a', 'b']};
+      const server = {};
+      const $ = () => server, plain = (text) => text;
+      const fetch = async (path) => path.endsWith('a') ? {ok: false, text: async () => 'broken'}
+        : {ok: true, json: async () => ({})};
+    """
+    end = """
+      loadChosen().then(async (changed) => console.log(JSON.stringify(
+        [changed, [...state.runs.keys()], server, await loadChosen()])));
+    """
+    command = [node, '-e', script + source + end]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = 'a cannot be shown (broken).'
+    self.assertEqual(
+        json.loads(shown.stdout), [True, ['b'], {'textContent': text, 'hidden': False}, False]
+    )
+
   def test_browser_draws_runs_seeds_and_episodes(self):
     browser = shutil.which('chromium') or shutil.which('google-chrome')
     if not browser:

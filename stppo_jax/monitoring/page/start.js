@@ -18,14 +18,26 @@ function refresh() {
   showEpisodes();
 }
 
-// Loads the chosen runs whose files have changed. Returns whether there were any.
+// Loads the chosen runs whose files have changed. Returns whether there were any. A run that cannot
+// be read hides no other one.
 async function loadChosen() {
   const stale = state.listed.filter(({name, version}) => state.chosen.includes(name) && versions.get(name) !== version);
+  const failures = [];
   for (const {name, version} of stale) {
-    state.runs.set(name, await getJson(`/api/run?name=${encodeURIComponent(name)}`));
-    versions.set(name, version);
+    try {
+      state.runs.set(name, await getJson(`/api/run?name=${encodeURIComponent(name)}`));
+      versions.set(name, version);
+    } catch (error) {
+      failures.push(`${name} cannot be shown (${error.message}).`);
+    }
   }
-  return stale.length > 0;
+  showProblem(failures.join(' '));
+  return stale.length > failures.length;
+}
+
+function showProblem(text) {
+  $('#server').textContent = plain(text);
+  $('#server').hidden = !text;
 }
 
 async function poll() {
@@ -40,10 +52,8 @@ async function poll() {
     }
     if (await loadChosen() || isFirst) refresh();
     else showRuns();
-    $('#server').hidden = true;
   } catch (error) {
-    $('#server').textContent = `The viewer's server does not answer (${plain(error.message)}). The page tries again.`;
-    $('#server').hidden = false;
+    showProblem(`The viewer's server does not answer (${error.message}). The page tries again.`);
   }
   setTimeout(poll, POLL_MS);
 }
