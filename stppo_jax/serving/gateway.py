@@ -37,6 +37,7 @@ from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
 _LOOPBACK = ('127.0.0.1', '::1', 'localhost')
+_POLL_S = 0.2  # between two looks at the signal
 _MAX_REASON = 500  # characters
 _MAX_EXAMPLE = 8000  # characters of a request in the log
 STEPS = 8  # tokens of a row per decode call, of which a stop string may waste most
@@ -170,16 +171,19 @@ def serve(
       grammars=grammars.Grammars(tokenizer),
   )
   del params
+  stop_anywhere = hosts.anywhere(stop_signal)
   if not hosts.is_writer():
     with scheduler:
-      scheduler.wait()
+      while scheduler.is_alive:
+        scheduler.wait(_POLL_S)
+        stop_anywhere.is_set()  # if this process has to stop, it tells process 0
     return
   run = _read_run(config, tokenizer, stop_signal)
   with running(config, scheduler, tokenizer, port, run.turn_end) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
     _log_use(config, server.url, tokenizer, run)
-    while not stop_signal.is_set():
-      scheduler.wait(0.2)
+    while not stop_anywhere.is_set():
+      scheduler.wait(_POLL_S)
 
 
 class _Run(NamedTuple):

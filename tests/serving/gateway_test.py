@@ -33,6 +33,7 @@ import requests
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.assembly import components
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import stepping
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -94,6 +95,34 @@ class LayoutTest(absltest.TestCase):
     sampler = running_.call_args.args[1]._sampler
     self.assertEqual(sampler.row_sharding.mesh.size, jax.device_count())
     self.assertGreater(jax.device_count(), 1)
+
+  def test_stop_of_another_process_ends_the_server(self):
+    config = embedded_config()
+    policy = (*prepare.load_policy(config), 0, '')
+    posts = []
+    looks = iter(range(9))
+
+    class Scheduler(contextlib.nullcontext):
+      wait = mock.Mock()
+      is_alive = property(lambda self: not posts and next(looks, None) is not None)
+
+      def __init__(self, *unused_args, **unused_options):
+        super().__init__()
+
+    self.enterContext(mock.patch.object(gateway.scheduler_lib, 'Scheduler', Scheduler))
+    self.enterContext(mock.patch.object(hosts, 'is_writer', lambda: False))
+    self.enterContext(mock.patch.object(hosts, 'post', lambda *post: posts.append(post)))
+    gateway.serve(config, lambda: policy, 0, StopSignal(lambda: True))
+    self.assertLen(posts, 1)  # process 0 reads it
+
+    posted = mock.Mock(side_effect=['', 'true'])
+    self.enterContext(mock.patch.object(hosts, 'is_writer', lambda: True))
+    self.enterContext(mock.patch.object(hosts, 'posted', posted))
+    self.enterContext(mock.patch.object(gateway, 'running'))
+    self.enterContext(mock.patch.object(gateway, '_log_use'))
+    stop_signal = StopSignal(lambda: posted.call_count > 5)
+    gateway.serve(config, lambda: policy, 0, stop_signal)
+    self.assertEqual(posted.call_count, 2)
 
 
 @functools.cache
