@@ -8,6 +8,7 @@ from stppo_jax.evaluation import chat as chat_lib
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import sample as sample_lib
+from stppo_jax.types import UserError
 
 
 def evaluate(command: Command) -> None:
@@ -36,5 +37,7 @@ def export(command: Command) -> None:
 def chat(command: Command) -> None:
   """Answers questions in the terminal, and shows the searches."""
   config = command.config
+  if jax.process_count() > 1:  # each would read its own questions, and wait for the other
+    raise UserError('chat is for one process: leave out --distributed and --coordinator')
   policy = policy_lib.policy(config, command.workdir)
   chat_lib.chat(config, policy.model, policy.params, policy.description)

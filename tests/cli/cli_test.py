@@ -593,6 +593,12 @@ class MainTest(parameterized.TestCase):
       sys.unraisablehook(say(KeyboardInterrupt()))
       self.assertLen(told.mock_calls, 2)
 
+  def test_chat_is_for_one_process(self):
+    with mock.patch.object(jax, 'process_count', lambda: 2):
+      code, _, stderr = run('chat', '--config.model.folder=nowhere')
+    self.assertEqual(code, 2)
+    self.assertIn('chat is for one process', stderr)
+
   def test_exit_codes_of_failure_and_interrupt(self):
     for error, word, code in (
         (RunError('several\nlines'), 'several lines', 1),
