@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -115,6 +116,7 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
   own: list[OwnEpisode] = []
   others: dict[Any, list[types.Episode]] = {}
   unreadable: list[str] = []
+  num_unrewarded = 0
   parents = _parents(paths)
   for file in paths:
     try:
@@ -124,7 +126,7 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
       record = own_record(document)
       if record is None:
         episodes = _read_tree(file, document, parents, reader, unreadable)
-        _add_reward(episodes, file)
+        has_reward = _add_reward(episodes, file)
       else:
         episodes = reader.episodes(document, file.stem)
       kind, step = (record['kind'], record['step']) if record else ('train', 0)
@@ -137,6 +139,7 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
       continue
     if record is None:
       others[file] = episodes
+      num_unrewarded += not has_reward
     elif reader.retokenize:  # other ids than those of the run: new batches
       number = episodes[0].number
       key = (kind, step, number) if episodes[0].is_segment else file
@@ -151,6 +154,10 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
     )
   if unreadable:
     logging.warning('%d trajectories are left out, as %s', len(unreadable), unreadable[0])
+  if num_unrewarded:
+    logging.info(
+        '%d trajectories have no reward in the result.json of a trial, and get 0', num_unrewarded
+    )
   if not num_episodes:
     example = f', as {unreadable[0]}' if unreadable else ': give JSON files of ATIF, or a folder'
     raise types.UserError(f'--input={source!r} holds no trajectory that can be read{example}')
@@ -587,11 +594,12 @@ def _array(ids):
   return np.array(ids, np.int32)
 
 
-def _add_reward(episodes, path):
+def _add_reward(episodes: Sequence[types.Episode], path: pathlib.Path) -> bool:
   """Gives another agent's episode the name of its task and the rewards of Harbor's trial.
 
-  Choice: each row of a trajectory has the reward on its last turn, as the rows of a session have.
-  The episode's score counts it once.
+  Returns whether there is a reward; without one it is 0. ValueError: it is uncertain which one, or
+  it is not finite. Choice: each row of a trajectory has the reward on its last turn, as the rows of
+  a session have. The episode's score counts it once.
   """
   result: dict[str, Any] = {}
   result_path = path.parent.parent / 'result.json'
@@ -599,6 +607,10 @@ def _add_reward(episodes, path):
     result = json.loads(result_path.read_text(encoding='utf-8'))
   verdict = (result.get('verifier_result') or {}).get('rewards') or {}
   rewards = {name: float(x) for name, x in verdict.items()}
+  if not all(map(math.isfinite, rewards.values())):
+    raise ValueError(f'its rewards are {types.shown(verdict)}: finite numbers are needed')
+  if len(rewards) > 1 and 'reward' not in rewards:
+    raise ValueError(f"its rewards are {', '.join(rewards)}, and none of them is called 'reward'")
   reward = rewards.get('reward', next(iter(rewards.values()), 0.0))
   for episode in episodes:
     if result:
@@ -606,6 +618,7 @@ def _add_reward(episodes, path):
     episode.metrics = dict(rewards)
     episode.turns[-1].reward = reward
     episode.whole_score = reward
+  return len(rewards) > 0
 
 
 def _own_batches(own):

@@ -467,7 +467,8 @@ class ReaderTest(parameterized.TestCase):
     self.write('wrong.json', make({'source': 'agent'}))
     self.write('huge.json', make(step('user', 'go'), by_ids('hi', [2**40], [1])))
     tokenizer = tiny()
-    first, second = self.read(tokenizer, episodes_per_file=3)
+    with self.assertLogs('absl', 'INFO') as logs:
+      first, second = self.read(tokenizer, episodes_per_file=3)
     self.assertEqual([e.task.id for e in first.episodes], ['t1', 't2', 't1'])
     self.assertEqual([e.group for e in first.episodes], [0, 1, 0])
     self.assertEqual([e.score for e in first.episodes], [1, 0.5, 0])
@@ -475,6 +476,21 @@ class ReaderTest(parameterized.TestCase):
     self.assertEqual([e.task.question for e in second.episodes], ['d'])
     self.assertLen(self.told, 1)
     self.assertIn('5 trajectories are left out', self.told[0])
+    self.assertIn('1 trajectories have no reward', ' '.join(logs.output))
+
+  @parameterized.parameters(
+      ({'format': 1, 'correct': 0}, "format, correct, and none of them is called 'reward'"),
+      ({'reward': float('nan')}, 'finite numbers are needed'),
+  )
+  def test_trial_of_uncertain_reward_is_left_out(self, rewards, reason):
+    for name, verdict in (('a', rewards), ('b', {'correct': 0.5})):
+      self.write(f'{name}/agent/trajectory.json', make(step('user', name), step('agent', 'hi')))
+      verdict = {'task_name': name, 'verifier_result': {'rewards': verdict}}
+      self.write(f'{name}/result.json', verdict)
+    (sampled,) = self.read(tiny())
+    self.assertEqual([(e.task.id, e.score) for e in sampled.episodes], [('b', 0.5)])
+    self.assertLen(self.told, 1)
+    self.assertIn(reason, self.told[0])
 
   def test_a_trajectory_of_several_rows_is_one_episode(self):
     """Both of its rows have the trial's reward of 1, which counts once: 1 against 0 and 0."""
