@@ -166,6 +166,25 @@ class ViewerTest(parameterized.TestCase):
         json.loads(shown.stdout), [True, ['b'], {'textContent': text, 'hidden': False}, False]
     )
 
+  @parameterized.parameters(
+      # Equal steps: a gap counts for neither seed.
+      ([1, 2, 3], [0, None, 4], [1, 2, 3], [2, 2, None], [1, 2, 3], [1, 2, 4], [0, 2, 4]),
+      # Long series are thinned, each to steps of its own; the second seed is further ahead.
+      ([1, 4, 6], [0, 0, 0], [1, 3, 8], [1, 1, 1], [1, 3, 4, 6, 8], [0.5] * 4 + [1], [0] * 4 + [1]),
+  )
+  def test_mean_of_seeds_is_over_all_of_them(self, x, y, x_2, y_2, steps, means, lows):
+    node = shutil.which('node')
+    if not node:
+      self.skipTest('no Node.js')
+    source = pathlib.Path(viewer.__file__).parent.joinpath('page', 'curves.js').read_text()
+    functions = re.findall(r'^function (?:valuesAt|meanOf).*?^}', source, re.DOTALL | re.MULTILINE)
+    parts = [{'x': x, 'y': y}, {'x': x_2, 'y': y_2}]
+    call = f'console.log(JSON.stringify(meanOf({json.dumps(parts)})))'
+    command = [node, '-e', '\n'.join([*functions, call])]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    mean = json.loads(shown.stdout)
+    self.assertEqual((mean['x'], mean['y'], mean['low']), (steps, means, lows))
+
   def test_browser_draws_runs_seeds_and_episodes(self):
     browser = shutil.which('chromium') or shutil.which('google-chrome')
     if not browser:

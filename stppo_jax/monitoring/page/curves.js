@@ -67,14 +67,25 @@ function mergedCharts() {
   return [...charts.values()];
 }
 
+// The values of a series at these steps, on the line between two points: a long series holds only
+// some steps, and others than those of another seed. null: the series has no value there.
+function valuesAt({x, y}, steps) {
+  let i = 0;
+  return steps.map((step) => {
+    while (i + 1 < x.length && x[i + 1] <= step) i++;
+    if (x[i] === step) return y[i];
+    if (step < x[i] || i + 1 === x.length || y[i] === null || y[i + 1] === null) return null;
+    return y[i] + (y[i + 1] - y[i]) * (step - x[i]) / (x[i + 1] - x[i]);
+  });
+}
+
 // Returns the mean of the runs of several seeds, with their smallest and largest values as a band.
 function meanOf(parts) {
   if (parts.length === 1) return {x: parts[0].x, y: parts[0].y};
-  const at = new Map();
-  for (const {x, y} of parts) {
-    x.forEach((step, i) => { if (y[i] !== null) at.set(step, [...(at.get(step) || []), y[i]]); });
-  }
-  const steps = [...at.keys()].sort((a, b) => a - b), values = steps.map((step) => at.get(step));
+  const all = [...new Set(parts.flatMap(({x}) => x))].sort((a, b) => a - b);
+  const columns = parts.map((part) => valuesAt(part, all));
+  const rows = all.map((step, i) => [step, columns.map((column) => column[i]).filter((y) => y !== null)]);
+  const used = rows.filter(([, ys]) => ys.length), steps = used.map(([step]) => step), values = used.map(([, ys]) => ys);
   return {x: steps, y: values.map((v) => v.reduce((a, b) => a + b, 0) / v.length),
     low: values.map((v) => Math.min(...v)), high: values.map((v) => Math.max(...v))};
 }
