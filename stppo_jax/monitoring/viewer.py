@@ -79,6 +79,15 @@ def find_runs(folder: str) -> dict[str, str]:
     if metrics.FILE_NAME in files or 'config.json' in files:
       found[os.path.basename(top) if relative == '.' else relative] = path
       folders.clear()
+    if len(found) >= _MAX_RUNS and folders:
+      logging.log_first_n(
+          logging.WARNING,
+          '%s has more than %d runs, and those of %s are not shown: watch a folder with fewer',
+          1,
+          folder,
+          len(found),
+          path,
+      )
     if relative.count(os.sep) + 1 >= _MAX_DEPTH or len(found) >= _MAX_RUNS:
       folders.clear()
     folders.sort()

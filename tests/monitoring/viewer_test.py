@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from unittest import mock
 from urllib import error
 from urllib import request
 
@@ -140,6 +141,20 @@ class ViewerTest(parameterized.TestCase):
     script = f'{function}\nconsole.log(JSON.stringify(placeFacts({json.dumps(episode)})))'
     shown = subprocess.run([node, '-e', script], capture_output=True, text=True, check=True)
     self.assertEqual(json.loads(shown.stdout), expected)
+
+  def test_runs_that_are_too_many_are_named(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    for name in ('a/seed_0', 'b/seed_0'):
+      path = pathlib.Path(folder, name)
+      path.mkdir(parents=True)
+      path.joinpath('config.json').write_text('{}', encoding='utf-8')
+    with mock.patch.object(viewer.logging, 'log_first_n') as told:
+      self.assertLen(viewer.find_runs(folder), 2)
+      told.assert_not_called()
+      with mock.patch.object(viewer, '_MAX_RUNS', 1):
+        self.assertEqual(list(viewer.find_runs(folder)), ['a/seed_0'])
+    told.assert_called_once()
+    self.assertEqual(told.call_args.args[-1], os.path.join(folder, 'b'))
 
   def test_run_that_cannot_be_read_hides_no_other(self):
     node = shutil.which('node')
