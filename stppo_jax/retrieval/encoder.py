@@ -117,7 +117,12 @@ class Encoder:
         show_progress_bar=False,
         normalize_embeddings=self._model.similarity_fn_name == 'cosine',
     )
-    return np.asarray(vectors, np.float32)
+    vectors = np.asarray(vectors, np.float32)
+    if not np.isfinite(vectors).all():  # no passage would be the nearest to such a vector
+      raise types.UserError(
+          f'encoder: {self.folder!r} gives vectors that are not finite: download it again'
+      )
+    return vectors
 
 
 def _prompts(folder, query_prompt, passage_prompt):

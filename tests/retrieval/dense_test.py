@@ -243,6 +243,16 @@ class EncoderTest(parameterized.TestCase):
       vectors = encoders.Encoder(self.folder).encode_queries(['the ' * 8 + 'lima', 'the ' * 9])
     np.testing.assert_array_equal(vectors[0], vectors[1])
 
+  def test_vectors_that_are_not_finite_are_refused(self):
+    path = os.path.join(self.folder, 'model.safetensors')
+    tensors = safetensors.load_file(path)
+    tensors['embeddings.LayerNorm.bias'][0] = np.nan
+    safetensors.save_file(tensors, path)
+    passages = [types.Passage('1', '', 'lima'), types.Passage('2', '', 'paris')]
+    with self.assertRaisesRegex(types.UserError, 'not finite: download it again'):
+      retriever = dense.DenseRetriever(passages, encoders.Encoder(self.folder))
+      self.assertLen(retriever.search(['lima'], 1)[0], 1)
+
   @parameterized.parameters(
       ('config.json', lambda t: '{', 'cannot be read'),
       (
