@@ -83,8 +83,10 @@ def _reserve(path: str) -> None:
   """Gives a new file its space on the disk. OSError: there is too little.
 
   Without it, the first write to a memory map for which the disk has no room ends the process with
-  SIGBUS, perhaps after hours.
+  SIGBUS, perhaps after hours. macOS has no such call.
   """
+  if not hasattr(os, 'posix_fallocate'):
+    return
   try:
     with open(path, 'r+b') as file:
       os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
