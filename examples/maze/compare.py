@@ -79,6 +79,7 @@ def make_config(job: Job):
     config.actor.lr = job.lr
   if job.method == 'grpo':
     config.rollout.group_size = 8
+    config.train.critic_warmup = 0  # it has no critic
   config.log.episodes = False
   return config
 
