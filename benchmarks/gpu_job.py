@@ -113,6 +113,9 @@ def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[
   make_folder = [*python, 'scripts.smollm2_folder', f'--gguf={gguf}', f'--out={model}']
   compare_dtypes = [*figure, '--part=numerics', f'--model={model}']
   demonstrate = [*python, 'scripts.search_trajectories', *start, f'--workdir={demonstrations}']
+  # Of another data set than that of the run, as in docs/models.md: the warm start teaches how to
+  # search, and not the answers.
+  demonstrate += ["--config.data.datasets=('elements',)", '--config.data.max_hops=0']
 
   episodes = demonstrations / 'episodes'
   run = [sys.executable, 'run.py']

@@ -198,6 +198,15 @@ class JobTest(absltest.TestCase):
         self.assertEqual(config.model.folder, str(self.store / 'sft/model'))
         self.assertLess(config.eval.every, config.train.updates)
 
+  def test_demonstrations_have_other_questions_than_the_run(self):
+    parts = {part.name: part.command for part in gpu_job.plan(self.store, 'st_ppo', False)}
+    datasets = []
+    for name in ('demonstrations', 'st_ppo'):
+      words = [word for word in parts[name] if word.startswith('--')]
+      config = config_file.load(flags_lib.parse(words), reads_run=False)
+      datasets.append(config.data.datasets)
+    self.assertEqual(datasets, [('elements',), ('geo',)])
+
   def test_second_command_has_the_model_alone(self):
     names = [part.name for part in gpu_job.plan(self.store, 'ppo', quick=False)]
     self.assertEqual(names, ['model', 'numerics', 'demonstrations', 'sft', 'ppo'])
