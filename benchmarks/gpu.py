@@ -120,6 +120,8 @@ def compare_first_updates():
   config = st_ppo_tiny.get_config()
   config.train.updates = 2
   config.train.length_buckets = (384,)  # one program instead of three
+  config.rollout.slot_buckets = (384,)
+  config.rollout.chunks = (64,)
   config.eval.episodes = 8
   config.log.tensorboard = False
   with tempfile.TemporaryDirectory() as workdir:

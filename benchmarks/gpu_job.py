@@ -100,6 +100,9 @@ def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[
   model = store / 'model'
   settings = [f'--config={EXPERIMENT}:cpu', '--config.model.dtype=bfloat16']
   settings += ['--config.eval.every=10', '--config.log.tensorboard=False']
+  # One program each, where a CPU has several: a GPU would compile them for longer than they save.
+  settings += ['--config.train.length_buckets=(320,)', '--config.rollout.slot_buckets=(320,)']
+  settings.append('--config.rollout.chunks=(128,)')
   if quick:
     model = ROOT / 'stppo_jax/assets/tiny'
     settings = [f'--config={EXPERIMENT}:smoke', '--config.sft.epochs=1']

@@ -184,7 +184,7 @@ class JobTest(absltest.TestCase):
       self.assertTrue((ROOT / name).is_file())
 
   def test_runs_have_valid_settings(self):
-    """Both runs start from their model, in bfloat16, with scores while they train."""
+    """Both runs start from their model, in bfloat16, with scores and few programs."""
     parts = [*gpu_job.plan(self.store, 'st_ppo', False), *gpu_job.plan(self.store, 'ppo', False)]
     runs = {part.name: part.command[2:] for part in parts if part.command[1] == 'run.py'}
     self.assertCountEqual(runs, ['sft', 'st_ppo', 'ppo'])
@@ -193,6 +193,8 @@ class JobTest(absltest.TestCase):
       config = validation.validate(config_file.load(arguments, reads_run=False))
       self.assertEqual(config.model.dtype, 'bfloat16')
       self.assertEqual(arguments.flags.workdir, str(self.store / name))
+      longest = (config.rollout.max_total,)  # one program each
+      self.assertEqual((config.train.length_buckets, config.rollout.slot_buckets), (longest,) * 2)
       if name != 'sft':
         self.assertEqual(config.algorithm.variant, name)
         self.assertEqual(config.model.folder, str(self.store / 'sft/model'))
