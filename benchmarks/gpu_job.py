@@ -39,9 +39,26 @@ TESTS = [
 # Tests of several devices, and those that run a kernel in float32, which only CPUs can. The part
 # `kernel` is in the place of the latter.
 NOT_ON_A_GPU = 'not BackendsTest and not ShardingTest and not eight_devices and not cudnn'
-# The tests choose CPUs by default. Their processes share the GPU.
+PLATFORMS = 'cuda,cpu'
+# JAX takes the CPU if it finds no GPU, or no library of CUDA, and the figures would be the CPU's.
+CHECK = """
+import importlib.metadata
+import json
+import jax
+device = jax.devices()[0]
+found = importlib.metadata.distributions()
+versions = {x.name: x.version for x in found if (x.name or '').startswith(('jax', 'nvidia'))}
+print(json.dumps({'device': device.device_kind, 'versions': versions}))
+if device.platform != 'gpu':
+  raise SystemExit('JAX finds no GPU')
+"""
+CHECK_S = 120.0
+# Products of matrices are those of cuBLAS. By default XLA compiles a kernel per product in each of
+# many tilings and measures all of them, which may take longer than the limits.
+XLA_FLAGS = '--xla_gpu_enable_triton_gemm=false'
+# The folder of the tests sets flags for CPUs, unless they are given. The processes share the GPU.
 ON_A_GPU = [
-    'JAX_PLATFORMS=cuda,cpu',
+    f'XLA_FLAGS={XLA_FLAGS} --xla_gpu_autotune_level=0 --xla_backend_optimization_level=3',
     'JAX_DEFAULT_MATMUL_PRECISION=highest',
     'XLA_PYTHON_CLIENT_PREALLOCATE=false',
 ]
@@ -288,6 +305,22 @@ def install(store: pathlib.Path, log: Any) -> None:
   os.environ['PYTHONPATH'] = os.pathsep.join(paths)
 
 
+def check_gpu(log: Any) -> None:
+  """Logs the device and the versions of its libraries. CalledProcessError: JAX finds no GPU."""
+  command = [sys.executable, '-c', CHECK]
+  subprocess.run(command, check=True, stdout=log, stderr=log, timeout=CHECK_S)
+
+
+def set_environment(store: pathlib.Path, quick: bool) -> None:
+  """Sets variables for the parts. Those that are set already stay as they are."""
+  if not quick:
+    os.environ.setdefault('JAX_PLATFORMS', PLATFORMS)
+  os.environ.setdefault('XLA_FLAGS', XLA_FLAGS)
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(store / 'cache'))
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  os.environ['PYTHONUNBUFFERED'] = '1'
+
+
 def main() -> None:
   """Takes in a parcel, and runs the parts."""
   parser = argparse.ArgumentParser(prog='benchmarks/gpu.sh')
@@ -305,13 +338,16 @@ def main() -> None:
     if args.parcel:
       missing = parcels.receive(args.parcel, store / 'cargo')
       print(f'not complete yet: {missing}' if missing else 'all parcels are here', flush=True)
-    with (store / 'logs/install.log').open('wb') as log:
+    set_environment(store, quick)
+    log_path = store / 'logs/start.log'
+    with log_path.open('wb') as log:
       install(store, log)
-  except (OSError, ValueError, subprocess.CalledProcessError) as error:
+      if not quick:
+        check_gpu(log)
+  except (OSError, ValueError) as error:
     sys.exit(f'benchmarks/gpu.sh: {error}')
-  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(store / 'cache'))
-  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
-  os.environ['PYTHONUNBUFFERED'] = '1'
+  except subprocess.SubprocessError as error:
+    sys.exit(f'{log_path.read_text(errors="replace")}\nbenchmarks/gpu.sh: {error}')
   job.run(plan(store, variant, quick))
 
 

@@ -18,6 +18,7 @@ from benchmarks import gpu_job
 from benchmarks import parcels
 from stppo_jax.cli import config_file
 from stppo_jax.cli import flags as flags_lib
+from stppo_jax.distributed import xla_flags
 from stppo_jax.settings import validation
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -86,6 +87,7 @@ class JobTest(absltest.TestCase):
         'import sys\n'
         'from benchmarks import gpu_job\n'
         f'gpu_job.plan = lambda *_: [gpu_job.Part(*{tuple(part[:4])!r})]\n'
+        'gpu_job.check_gpu = lambda _: None\n'
         'gpu_job.main()\n'
     )
     environment = os.environ | {'STORE': str(self.store)}
@@ -167,6 +169,31 @@ class JobTest(absltest.TestCase):
     self.assertEqual(os.environ['PYTHONPATH'].split(os.pathsep)[0], str(self.store / 'site'))
     self.assertTrue((self.store / 'site/parcel_probe.py').exists())
 
+  def test_job_without_a_gpu_ends_and_says_why(self):
+    environment = os.environ | {'STORE': str(self.store), 'PYTHON': sys.executable}
+    ran = subprocess.run(
+        [ROOT / 'benchmarks/gpu.sh', self.out], env=environment, capture_output=True, text=True
+    )
+    self.assertEqual(ran.returncode, 1)
+    self.assertIn('"device": "cpu"', ran.stderr)
+    self.assertIn('JAX finds no GPU', ran.stderr)
+    self.assertFalse((self.store / 'progress.jsonl').exists())
+
+  def test_variables_of_the_parts(self):
+    """XLA's flags are those of this JAX. Variables that are set already stay."""
+    self.enterContext(mock.patch.dict(os.environ))
+    for name in ('JAX_PLATFORMS', 'XLA_FLAGS'):
+      os.environ.pop(name, None)
+    gpu_job.set_environment(self.store, quick=False)
+    self.assertEqual(os.environ['JAX_PLATFORMS'], 'cuda,cpu')
+    flags = os.environ['XLA_FLAGS'].split()
+    self.assertEqual(xla_flags.known(flags), flags)
+    os.environ.pop('JAX_PLATFORMS')
+    os.environ['XLA_FLAGS'] = ''
+    gpu_job.set_environment(self.store, quick=True)
+    self.assertNotIn('JAX_PLATFORMS', os.environ)
+    self.assertEqual(os.environ['XLA_FLAGS'], '')
+
   def test_limits_fit_into_eight_minutes(self):
     self.assertLessEqual(sum(gpu_job.GROUPS.values()), gpu_job.TOTAL_S - 20)  # to install
     self.assertEqual(gpu_job.TOTAL_S, 8 * 60)
@@ -176,9 +203,25 @@ class JobTest(absltest.TestCase):
         self.assertLessEqual(part.limit_s, gpu_job.GROUPS[part.group])
 
   def test_tests_run_on_the_gpu(self):
-    """The folder of the tests sets CPUs by default, and eight of them."""
+    """The folder of the tests sets CPUs and flags for quick compilation, unless they are given."""
     tests = next(part for part in gpu_job.plan(self.store, 'st_ppo', False) if part.name == 'tests')
-    self.assertIn('JAX_PLATFORMS=cuda,cpu', tests.command)
+    settings = tests.command[1 : tests.command.index(sys.executable)]
+    environment = {'JAX_PLATFORMS': gpu_job.PLATFORMS}
+    environment |= dict(setting.split('=', 1) for setting in settings)
+    program = 'import os, tests; print(os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"])'
+    printed = subprocess.run(
+        [sys.executable, '-c', program],
+        cwd=ROOT,
+        env=os.environ | environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    platforms, *flags = printed.split()
+    self.assertEqual(platforms, 'cuda,cpu')
+    self.assertContainsSubset(gpu_job.XLA_FLAGS.split(), flags)
+    self.assertIn('--xla_backend_optimization_level=3', flags)
+    self.assertNotIn('--xla_backend_optimization_level=0', flags)
     for name in gpu_job.TESTS:
       self.assertIn(name, tests.command)
       self.assertTrue((ROOT / name).is_file())
