@@ -534,10 +534,11 @@ def compare_dtypes(folder):
   rows = np.array(ids[: 128 * num_rows]).reshape(num_rows, 128)
   table = chat.stop_automaton(tokenizer.token_bytes, search.SearchEnv.stop_strings)
   prompt = chat.encode_prompt(tokenizer, 'What is the capital of France?')
-  found = {}
+  found, models = {}, {}
   for dtype in ('float32', 'bfloat16'):
     shape, params = convert.load_hf(folder, dtype=dtype)
     params = jax.device_put(params)
+    models[dtype] = shape, params
 
     @jax.jit
     def read(params, tokens, shape=shape):
@@ -545,27 +546,13 @@ def compare_dtypes(folder):
       logp, _ = decoder.token_logp(params, shape, x, tokens)
       return logp[:, 1:], decoder.token_logits(params, shape, x).argmax(axis=-1)
 
-    # On a GPU a float32 matmul has reduced precision by default and would not be a reference.
-    with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
+    with _exact_if_float32(dtype):
       columns = zip(*(read(params, row[None]) for row in rows))
       found[dtype] = [np.concatenate(column) for column in columns]
-      sampler = sampler_lib.Sampler(
-          shape, table, tokenizer.eos_ids, sampling.Sizes(len(prompt) + 16, rows=1), sampling.GREEDY
-      )
-      said = []
-      engine.run(
-          sampler,
-          params,
-          [engine.Prompt(prompt, 16)],
-          jax.random.split(jax.random.key(0), 1),
-          lambda turns: said.extend(turns) or _ends(turns),
-      )
-      answer = tokenizer.decode(said[0].turn.tokens)
     report(
         what='perplexity',
         dtype=dtype,
         tokens=found[dtype][0].size,
-        answer=answer,
         perplexity=float(np.exp(-found[dtype][0].mean())),
     )
   (logp, best), (logp16, best16) = found['float32'], found['bfloat16']
@@ -576,6 +563,25 @@ def compare_dtypes(folder):
       max_logp_gap=float(gap.max()),
       same_likeliest=float((best == best16).mean()),
   )
+  for dtype, (shape, params) in models.items():  # last: a sampler compiles for long
+    sampler = sampler_lib.Sampler(
+        shape, table, tokenizer.eos_ids, sampling.Sizes(len(prompt) + 16, rows=1), sampling.GREEDY
+    )
+    said = []
+    with _exact_if_float32(dtype):
+      engine.run(
+          sampler,
+          params,
+          [engine.Prompt(prompt, 16)],
+          jax.random.split(jax.random.key(0), 1),
+          lambda turns, said=said: said.extend(turns) or _ends(turns),
+      )
+    report(what='greedy answer', dtype=dtype, answer=tokenizer.decode(said[0].turn.tokens))
+
+
+def _exact_if_float32(dtype):
+  """Context manager. A float32 matmul of a GPU has reduced precision by default: no reference."""
+  return jax.default_matmul_precision('highest' if dtype == 'float32' else 'default')
 
 
 def _size():
