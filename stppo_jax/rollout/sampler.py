@@ -329,6 +329,8 @@ class Sampler:
     group = self.empty.eval_shape(self.width, slots)
     small_group = self.empty.eval_shape(self.width, smaller)
     taken = self.empty.eval_shape(self.prefill_rows, slots)
+    if self.row_sharding is None:  # shapes without a sharding are lowered for the devices here
+      policy, small_group = _placed_like(params, (policy, small_group))
     largest_chunk = self.chunk_buckets[-1]
     chunk_shape = (self.prefill_rows, largest_chunk)
     tokens = np.zeros(chunk_shape, np.int32)
@@ -456,6 +458,16 @@ class Sampler:
     state = (context, sampled, first_step)
     context, sampled, _ = jax.lax.while_loop(is_running, sample_one, state)
     return context, sampled
+
+
+def _placed_like(params, shapes):
+  """Returns the ShapeDtypeStructs on the device of the parameters, if those have one."""
+  place = jax.tree.leaves(params)[0].sharding
+  if place is None:
+    return shapes
+  (device,) = place.device_set
+  places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), shapes)
+  return sharding.placed(shapes, places)
 
 
 def _empty(config, rows, slots):

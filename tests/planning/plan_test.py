@@ -232,6 +232,19 @@ class PlanTest(parameterized.TestCase):
     self.assertBetween(update.arguments, state, state + 16 * 192 * 4 * 12 // 8 + 4096)
     self.assertEqual(update.resident, self.plan.held['reference policy'][1])
 
+  def test_programs_of_one_device_are_compiled_for_it(self):
+    """Not for the first device here, which may be of another kind than the one to plan for."""
+    device = jax.devices()[1]
+    found = {}
+
+    def compile_program(program, unused_plan):
+      places = jax.tree.leaves(program.traced.lower().compile().input_shardings)
+      found[program.name] = set().union(*(place.device_set for place in places))
+
+    chip = topologies.Chip('one', 2**40)
+    plan.make(self.config, devices=([device], chip), compiler=compile_program)
+    self.assertEqual(found, {program.name: {device} for program in self.plan.programs})
+
   def test_every_program_is_there_and_fits_this_machine(self):
     self.assertEqual(
         [p.name for p in self.plan.programs],
