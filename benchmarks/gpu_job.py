@@ -81,10 +81,11 @@ class Part(NamedTuple):
   runs: tuple[pathlib.Path, ...] = ()
 
 
-def plan(store: pathlib.Path, variant: str, quick: bool) -> list[Part]:
+def plan(store: pathlib.Path, variant: str, quick: bool, attention: str = 'auto') -> list[Part]:
   """Returns the parts in the order of what is learned per second.
 
-  The second command, for `ppo`, has the parts of the language model alone.
+  The second command, for `ppo`, has the parts of the language model alone. `attention` is that of
+  its training.
   """
   python = [sys.executable, '-m']
   speed = ['--quick', '--repeats=1'] if quick else ['--repeats=3']
@@ -106,10 +107,12 @@ def plan(store: pathlib.Path, variant: str, quick: bool) -> list[Part]:
       parts.append(Part(f'rollout_{size}', 'figures', 60, [*figure, '--part=rollout', flag]))
     parts.append(Part('padding', 'padding', 70, [*figure, '--part=padding']))
     parts.append(Part('update_tests', 'runs', 60, [*tests, *TESTS_OF_UPDATES]))
-  return parts + language_model(store, variant, quick, figure)
+  return parts + language_model(store, variant, quick, figure, attention)
 
 
-def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[str]) -> list[Part]:
+def language_model(
+    store: pathlib.Path, variant: str, quick: bool, figure: list[str], attention: str
+) -> list[Part]:
   """Returns the parts of SmolLM2. The quick form has the embedded model in its place."""
   gguf = store / 'cargo' / GGUF
   model = store / 'model'
@@ -117,7 +120,7 @@ def language_model(store: pathlib.Path, variant: str, quick: bool, figure: list[
   settings += ['--config.eval.every=10', '--config.log.tensorboard=False']
   # One program each, where a CPU has several: a GPU would compile them for longer than they save.
   settings += ['--config.train.length_buckets=(320,)', '--config.rollout.slot_buckets=(320,)']
-  settings.append('--config.rollout.chunks=(128,)')
+  settings += ['--config.rollout.chunks=(128,)', f'--config.model.attention={attention}']
   if quick:
     model = ROOT / 'stppo_jax/assets/tiny'
     settings = [f'--config={EXPERIMENT}:smoke', '--config.sft.epochs=1']
@@ -196,6 +199,11 @@ class Job:
     path = self._store / 'progress.jsonl'
     lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
+
+  def attention(self) -> str:
+    """Returns config.model.attention: plain after a call in which the kernel of `auto` failed."""
+    results = [record['result'] for record in self.records() if record['part'] == 'kernel']
+    return 'plain' if results[-1:] == ['failed'] else 'auto'
 
   def _run_part(self, part: Part) -> dict[str, Any]:
     missing = [path for path in part.needs if not path.exists()]
@@ -355,7 +363,7 @@ def main() -> None:
     sys.exit(f'benchmarks/gpu.sh: {error}')
   except subprocess.SubprocessError as error:
     sys.exit(f'{log_path.read_text(errors="replace")}\nbenchmarks/gpu.sh: {error}')
-  job.run(plan(store, variant, quick))
+  job.run(plan(store, variant, quick, job.attention()))
 
 
 if __name__ == '__main__':

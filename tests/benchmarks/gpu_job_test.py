@@ -274,6 +274,18 @@ class JobTest(absltest.TestCase):
       datasets.append(config.data.datasets)
     self.assertEqual(datasets, [('elements',), ('geo',)])
 
+  def test_attention_is_plain_once_the_kernel_failed(self):
+    job = gpu_job.Job(self.store, self.out)
+    found = [job.attention()]
+    for program in ('pass', 'raise SystemExit(3)'):
+      job.run([self.part('kernel', program)])
+      found.append(job.attention())
+      (self.store / 'progress.jsonl').unlink()
+    self.assertEqual(found, ['auto', 'auto', 'plain'])
+    parts = gpu_job.plan(self.store, 'st_ppo', False, 'plain')
+    runs = [part.name for part in parts if '--config.model.attention=plain' in part.command]
+    self.assertEqual(runs, ['demonstrations', 'sft', 'st_ppo'])
+
   def test_second_command_has_the_model_alone(self):
     names = [part.name for part in gpu_job.plan(self.store, 'ppo', quick=False)]
     self.assertEqual(names, ['model', 'numerics', 'demonstrations', 'sft', 'ppo'])
