@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, as one command of at most ten minutes on an H100 without network.
+# Everything that needs a GPU, as one command of at most eight minutes on an H100 without network.
 #
 #   benchmarks/gpu.sh OUT [PARCEL]            figures, SmolLM2's warm start, ST-PPO
 #   VARIANT=ppo benchmarks/gpu.sh OUT         PPO from the same warm start
@@ -9,7 +9,7 @@
 # call. STORE (default runs/gpu) stays between the calls. Delete it to begin again.
 # OUT gets the results after each part: progress.jsonl (what was done, cut or left out),
 # figures.jsonl, the metrics of the runs, and logs.tar.gz. benchmarks/gpu_job.py has the parts.
-# LIMIT=SECONDS ends a call earlier than after 550 seconds: a run is continued by the next call, and
+# LIMIT=SECONDS ends a call earlier than after 480 seconds: a run is continued by the next call, and
 # a call that is killed from outside loses it. XLA_FLAGS= measures with XLA's own products.
 # QUICK=1 runs every part in its smallest form on a CPU.
 #
