@@ -214,7 +214,7 @@ class _UnreadPrompt:
 
   def __init__(self) -> None:
     self._num = 0  # prompts with their question
-    self._others: set[str] = set()  # what they say besides
+    self._others: set[int] = set()  # hashes of what they say besides
     self._num_long = 0  # prompts that say more than the question
 
   def add(self, value: object, question: object) -> None:
@@ -226,10 +226,9 @@ class _UnreadPrompt:
     texts = _message_texts(value)
     if not isinstance(question, str) or not question or question not in texts:
       return
-    before, _, after = texts.rpartition(question)
-    other = f'{before} {after}'
+    other = texts.replace(question, '')  # a template may say it twice
     self._num += 1
-    self._others.add(other)
+    self._others.add(hash(other))
     self._num_long += profile_lib.may_hold_context(other, question)
 
   @property

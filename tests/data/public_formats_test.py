@@ -1105,8 +1105,9 @@ class PromptTest(_FileTest):
     self.assertEqual(
         tasks.load_all(passages, columns).tasks[19].question, 'How many yards in round 19?'
     )
-    # Two sources with instructions of their own.
-    templates = [row(i, f'{_LONG} {"ab"[i % 2]}') for i in range(50)]
+    # Two sources with instructions of their own, of which one says the question twice.
+    texts = (_LONG, f'{_LONG} How many yards in round {{}}?')
+    templates = [row(i, texts[i % 2].format(i)) for i in range(50)]
     found = tasks.load_all(self.write(f'templates_{name}', templates)).tasks
     self.assertEqual(found[19].question, 'How many yards in round 19?')
 
