@@ -12,6 +12,7 @@ renames and checksums in a bucket.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import functools
 import glob
 import itertools
@@ -199,8 +200,9 @@ class Checkpoints:
       copies: trees of arrays, such as parameters that are still to sample a batch.
     """
     self._settle()
-    if updates in self._manager.all_steps():
+    if updates in self._steps():
       return
+    has_failed = self._error is not None
     if self._is_in_bucket:
       hosts.by_writer(_buckets().require_held, self._folder)
     self._saving = updates
@@ -212,6 +214,8 @@ class Checkpoints:
     if copies:
       items['copies'] = ocp.args.StandardSave(list(copies))
     try:
+      if has_failed:  # Orbax skips a step that it knows, and the store may not have answered since
+        self._manager.reload()
       # Orbax's thread waits for what an interrupted call has not said, for minutes.
       with stop_signal.interrupt_afterwards():
         self._manager.save(updates, args=ocp.args.Composite(**items))
@@ -221,7 +225,7 @@ class Checkpoints:
   def note_score(self, updates: int, score: float | None) -> None:
     """Stores the held-out score of a checkpoint that was saved before it was evaluated."""
     self._settle()
-    if score is not None and updates in self._manager.all_steps():
+    if score is not None and updates in self._steps():
       self._add_score(updates, score)
 
   def score(self, updates: int) -> float | None:
@@ -285,8 +289,9 @@ class Checkpoints:
           _buckets().remove(path)
         else:
           shutil.rmtree(path, ignore_errors=True)
-    self._manager.reload()
-    newest = self._manager.latest_step() or 0
+    with contextlib.suppress(*self._save_errors):  # a store that is away does not hide the error
+      self._manager.reload()
+    newest = max(self._steps(), default=0)
     line = (
         f'the checkpoint after {self._saving} updates could not be saved ({_reason(error)}); the '
         f'newest is that after {newest}'
@@ -298,6 +303,11 @@ class Checkpoints:
       line += f'; {self.num_failed} saves in a row failed, {unsaved} updates are unsaved'
       line += f': {self._advice}'
     logging.error('%s; training continues', line)
+
+  def _steps(self):
+    """Returns the steps that Orbax knows, without that of a failed save."""
+    steps = set(self._manager.all_steps())
+    return steps if self._error is None else steps - {self._saving}
 
   def _unfinished_folders(self):
     """Returns the folder of the step that is being saved, in a list; [] if there is none."""

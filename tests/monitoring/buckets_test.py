@@ -247,7 +247,10 @@ class BucketTest(parameterized.TestCase):
     def stop_store():
       while not os.path.exists(lines) or '"step": 1' not in pathlib.Path(lines).read_text():
         threading.Event().wait(0.05)
-      self.store.stop_for(90)
+      if on_save_error == 'continue':
+        self.store.stop_for(90)
+      else:  # until a save has failed: each of its requests is tried again for a minute
+        self.store.stop()
 
     thread = threading.Thread(target=stop_store)
     thread.start()
@@ -255,6 +258,7 @@ class BucketTest(parameterized.TestCase):
       with self.assertRaisesRegex(checkpoint.SaveError, 'see that the bucket answers'):
         micro_run.train(config, self.workdir, slow_s=3.0)
       thread.join()
+      self.store.start()
     else:
       micro_run.train(config, self.workdir, slow_s=3.0)
       thread.join()

@@ -220,6 +220,47 @@ class RolesTest(CheckpointCase):
       recovery.restore_part(self.workdir, like)
 
 
+class AwayTest(CheckpointCase):
+  """A store that is away does not hide the failed save, nor keep its step for good."""
+
+  def setUp(self):
+    super().setUp()
+    self.away = True
+    reload = ocp.CheckpointManager.reload
+
+    def fail(*unused):
+      if self.away:
+        raise OSError('the store is away')
+
+    def reload_if_there(manager):
+      fail()
+      reload(manager)
+
+    # Runs in Orbax's thread when all files are written.
+    self.enterContext(mock.patch.object(checkpoint.Checkpoints, '_write_checksums', fail))
+    self.enterContext(mock.patch.object(ocp.CheckpointManager, 'reload', reload_if_there))
+
+  def test_training_continues_and_saves_step_again(self):
+    with checkpoint.Checkpoints(self.workdir, keep=3) as checkpoints:
+      for step in (1, 2):
+        checkpoints.save(step, STATE, {})
+      checkpoints._settle()
+      self.assertEqual(checkpoints.num_failed, 2)
+      self.away = False
+      checkpoints.save(2, STATE, {})
+      checkpoints._settle()
+      self.assertEqual(checkpoints.num_failed, 0)
+    self.assertEqual(steps(self.workdir), [2])
+
+  def test_run_that_must_stop_says_so(self):
+    checkpoints = checkpoint.Checkpoints(self.workdir, keep=1, on_save_error='stop')
+    with self.assertRaisesRegex(
+        checkpoint.SaveError, 'after 1 updates .*the store is away.*after 0'
+    ):
+      with checkpoints:
+        checkpoints.save(1, STATE, {})
+
+
 class BestTest(CheckpointCase):
 
   def test_best_stays_with_the_newest(self):
