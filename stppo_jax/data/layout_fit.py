@@ -73,11 +73,7 @@ class Misfit(Exception):
   """
 
   def __init__(
-      self,
-      number: int,
-      message: str,
-      text: str = '',
-      columns: Mapping[str, object] | None = None,
+      self, number: int, message: str, text: str = '', columns: Mapping[str, object] | None = None
   ):
     super().__init__(message)
     self.number = number

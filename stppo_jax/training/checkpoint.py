@@ -252,7 +252,10 @@ class Checkpoints:
   def close(self) -> None:
     """Waits until everything is on disk. SaveError: the last checkpoint failed."""
     self._settle()
-    self._manager.close()
+    try:
+      self._manager.close()
+    except self._save_errors as error:  # it asks the store, too
+      logging.warning('%s could not be closed (%s)', self._folder, _reason(error))
     if self._error is not None:
       raise SaveError(
           f'the last checkpoint, after {self._saving} updates, could not be saved '

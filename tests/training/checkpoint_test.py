@@ -236,6 +236,13 @@ class AwayTest(CheckpointCase):
       fail()
       reload(manager)
 
+    close = ocp.CheckpointManager.close
+
+    def close_and_fail(manager):
+      close(manager)
+      fail()
+
+    self.enterContext(mock.patch.object(ocp.CheckpointManager, 'close', close_and_fail))
     # Runs in Orbax's thread when all files are written.
     self.enterContext(mock.patch.object(checkpoint.Checkpoints, '_write_checksums', fail))
     self.enterContext(mock.patch.object(ocp.CheckpointManager, 'reload', reload_if_there))
