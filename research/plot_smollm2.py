@@ -20,8 +20,10 @@ METHODS = {'st_ppo': ('ST-PPO', '#0072B2'), 'ppo': ('token PPO', '#D55E00')}
 STYLES = {3e-4: '-', 1e-4: '--'}  # by rate
 GRIDS = {
     study_smollm2.FIRST_DESIGN: 'batches two updates old, two steps',
-    study_smollm2.SEARCH: 'four updates old, four steps: search',
-    study_smollm2.RUNS: 'four updates old, four steps: seeds',
+    'smollm2_old_search': 'four updates old, four steps: search',
+    'smollm2_old': 'four updates old, four steps: seeds',
+    'smollm2_older_search': 'eight updates old, eight steps: search',
+    'smollm2_older': 'eight updates old, eight steps: seeds',
 }
 WINDOW = 5  # updates that the mean of the reward covers
 PANELS = {
@@ -50,11 +52,13 @@ def main():
   for row, (name, records) in zip(axes, own.items(), strict=True):
     draw(row, GRIDS[name], records)
   figure.savefig(args.out, dpi=130)
-  runs = own.get(study_smollm2.RUNS, [])
-  for record in own.get(study_smollm2.SEARCH, []) + runs:
-    print(table_row(record))
-  for line in means(runs):
-    print(line)
+  for design in study_smollm2.DESIGNS:
+    runs = own.get(design, [])
+    print(design)
+    for record in own.get(study_smollm2.search_of(design), []) + runs:
+      print(table_row(record))
+    for line in means(runs) if runs else ():
+      print(line)
 
 
 def draw(axes, title, records):

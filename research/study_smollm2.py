@@ -2,19 +2,21 @@
 
   python -m research.study_smollm2 --workdir=runs/smollm2
 
-The runs start from runs/sft_smollm2/model, see experiments/st_ppo_smollm2.py. Their batches are
-four updates old and are cut into four optimizer steps, so that clipping matters. Each method is
-tried at two rates for 25 updates with one seed, and then runs 50 updates at its better rate with
-three other seeds. A result is appended to research/results as soon as its run has ended. The same
-command continues after a stop, and a run that has a result is not repeated. The runs compute in
-bfloat16, which takes half the time on a CPU with AMX and a JAX of at least 0.12.
+The runs start from runs/sft_smollm2/model, see experiments/st_ppo_smollm2.py. There are two
+designs. In `smollm2_old` batches are four updates old and are cut into four optimizer steps, and 2%
+to 3% of the tokens are clipped. In `smollm2_older` they are eight updates old and cut into eight
+steps. In each design a method is tried at two rates for 25 updates with one seed, and then runs 50
+updates at its better rate with three other seeds. A result is appended to research/results as soon
+as its run has ended. The same command continues after a stop, and a run that has a result is not
+repeated. The runs compute in bfloat16, which takes half the time on a CPU with AMX and a JAX of at
+least 0.12.
 
 Weights of the warm start that another machine has trained differ in their last digits, and count as
 another model. There this command makes single runs:
 
   python -m research.study --config=research/study_smollm2.py --workdir=.. --only='*/seed_2'
 
-The grid `smollm2_search` is a first design, of which only records are left: 50 updates, batches
+The grid `smollm2_search` is an earlier design, of which only records are left: 50 updates, batches
 that are two updates old, and two optimizer steps. At most 5% of an update's tokens are clipped.
 """
 
@@ -33,8 +35,11 @@ from stppo_jax import config as schema
 
 FILE = 'research/study_smollm2.py'
 RESULTS = 'research/results'
-SEARCH, RUNS = 'smollm2_old_search', 'smollm2_old'  # grids
-FIRST_DESIGN = 'smollm2_search'
+DESIGNS = {  # name of the grid of seeds -> overrides; its search has the same ones
+    'smollm2_old': {},
+    'smollm2_older': {'pipeline.staleness': 8, 'train.mini_batch': 2},
+}
+FIRST_DESIGN = 'smollm2_search'  # a grid
 METHODS = {name: {'algorithm.variant': name} for name in ('st_ppo', 'ppo')}
 RATES = (3e-4, 1e-4)
 SEARCH_SEEDS = (100,)
@@ -54,17 +59,31 @@ def get_config(mode: str = '') -> schema.Config:
   return config
 
 
+def search_of(design: str) -> str:
+  """Returns the name of the grid that searches the rates of a design."""
+  return f'{design}_search'
+
+
 def get_study(mode: str = '') -> grid.Study:
-  """Returns the search, and the methods whose search is complete at their better rate."""
+  """Returns the searches, and the methods whose search is complete at their better rate."""
   del mode
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
-  short = {'train.updates': SEARCH_UPDATES}
-  grids = {SEARCH: grid.Grid(METHODS, rates, base=short, seeds=SEARCH_SEEDS, drawn=())}
-  best = results.best_rates(grid.plan(grid.Study(grids), get_config()), RESULTS)
-  if best:
-    at_best = {name: METHODS[name] | {'actor.lr': rate} for name, rate in best.items()}
-    baseline = 'ppo' if 'ppo' in best else next(iter(best))
-    grids[RUNS] = grid.Grid(at_best, {'best_rate': {}}, seeds=SEEDS, baseline=baseline, drawn=())
+  grids = {}
+  for design, base in DESIGNS.items():
+    short = {**base, 'train.updates': SEARCH_UPDATES}
+    search = grid.Grid(METHODS, rates, base=short, seeds=SEARCH_SEEDS, drawn=())
+    grids[search_of(design)] = search
+    jobs = grid.plan(grid.Study({search_of(design): search}), get_config())
+    if best := results.best_rates(jobs, RESULTS):
+      at_best = {name: METHODS[name] | {'actor.lr': rate} for name, rate in best.items()}
+      grids[design] = grid.Grid(
+          at_best,
+          {'best_rate': {}},
+          base=base,
+          seeds=SEEDS,
+          baseline='ppo' if 'ppo' in best else next(iter(best)),
+          drawn=(),
+      )
   return grid.Study(grids, results=RESULTS)
 
 
@@ -81,7 +100,7 @@ def main() -> int:
   signal.signal(signal.SIGTERM, lambda *_: stop.set())
   command = [sys.executable, str(runner.ROOT / 'run.py'), f'--config={FILE}']
   failed = 0
-  for name in (SEARCH, RUNS):
+  for name in [name for design in DESIGNS for name in (search_of(design), design)]:
     study = get_study()
     if name not in study.grids:
       break  # the search was stopped, or a run of it failed

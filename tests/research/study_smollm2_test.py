@@ -25,18 +25,23 @@ class StudyTest(absltest.TestCase):
       heading = results._heading(job, 'done', {})
       results.append(self.folder, heading | {'measures': {'final': score}})
 
-  def test_search_decides_the_rate(self):
-    search = self.plan()
-    self.assertEqual(
-        [(job.method, job.overrides['actor.lr']) for job in search],
-        [('st_ppo', 3e-4), ('ppo', 3e-4), ('st_ppo', 1e-4), ('ppo', 1e-4)],
-    )
-    self.finish(search, [0.5, 0.4, 0.3, 0.6])
-    runs = [job for job in self.plan() if job.grid == study_smollm2.RUNS]
-    self.assertEqual({job.seeds[0] for job in runs}, {0, 1, 2})
-    self.assertEqual(
-        {(job.method, job.overrides['actor.lr']) for job in runs}, {('st_ppo', 3e-4), ('ppo', 1e-4)}
-    )
+  def test_search_decides_the_rate_of_its_design(self):
+    for design, overrides in study_smollm2.DESIGNS.items():
+      search = [job for job in self.plan() if job.grid == study_smollm2.search_of(design)]
+      self.assertEqual(
+          [(job.method, job.overrides['actor.lr']) for job in search],
+          [('st_ppo', 3e-4), ('ppo', 3e-4), ('st_ppo', 1e-4), ('ppo', 1e-4)],
+      )
+      self.assertNotIn(design, {job.grid for job in self.plan()})
+      self.finish(search, [0.5, 0.4, 0.3, 0.6])
+      runs = [job for job in self.plan() if job.grid == design]
+      self.assertEqual({job.seeds[0] for job in runs}, {0, 1, 2})
+      self.assertEqual(
+          {(job.method, job.overrides['actor.lr']) for job in runs},
+          {('st_ppo', 3e-4), ('ppo', 1e-4)},
+      )
+      for job in search + runs:
+        self.assertEqual({path: job.overrides.get(path) for path in overrides}, overrides)
 
   def test_method_waits_for_all_its_rates(self):
     search = self.plan()
