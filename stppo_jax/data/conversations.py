@@ -109,7 +109,7 @@ def read(
   names = columns.values() if columns else source
   row_files.log_once(f'{path}: conversations in {", ".join(names)}')
   media = _media_columns(path)
-  known = [*COLUMNS, *media, *(name.partition('.')[0] for name in columns.values())]
+  known = [*COLUMNS, *media, *(name.partition('.')[0] for name in names)]
   is_table = path.name.lower().endswith(('.parquet', '.arrow'))
   for row in row_files.read(path, known if is_table else ()):
     fields = cells.without_nulls(row.fields) if is_table else row.fields

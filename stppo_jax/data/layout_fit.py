@@ -60,6 +60,7 @@ _MEANINGS = {
     'text': 'a text',
     layouts.ANY: 'as the row tells',
     layouts.NUMBER: 'a whole number',
+    layouts.BOXED: 'the last box of a solution',
     layouts.TRUTH: 'true or false',
     layouts.DECISION: 'yes, no or maybe',
 }
@@ -750,6 +751,7 @@ def _suggestion(profile, text):
   questions = [name for name in (*profile_lib.QUESTIONS, *names) if name in names]
   answers = [name for name in names if profile_lib.is_answer_name(name)]
   answers += [name for name in names if profile_lib.may_name_answer(name)]
+  answers = [name for name in answers if not profile.facts[name].is_prose]
   rows = [list(row) for row in profile_lib.rows_of_columns(profile.names, names)]
   options = [name for name in names if profile.facts[name].num_lists and name not in answers[:1]]
   columns: dict[str, Any] = {

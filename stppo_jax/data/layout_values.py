@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import os
 import re
 import string
 from typing import Any
@@ -21,6 +22,7 @@ _UNANSWERABLE = {'answerable': False, 'is_impossible': True}
 ALIASES = 'answer_aliases'
 STATES = tuple(_UNANSWERABLE)
 _LABEL = re.compile(r'\s*\(?([A-Za-z])(?:\)|[.:]\s)')  # before the text of an option
+_BOX = re.compile(r'\\f?boxed(?:\s*\{|\s)')
 _SPAN_KEYS = {'text', 'answer_start', 'answer_end', 'tokens'}  # others may say that one is wrong
 
 
@@ -136,6 +138,8 @@ def choice_of(
     distinct = sorted(set(filter(None, texts)))
     return RowOptions(dict(zip(LETTERS, distinct)), [], {}) if len(distinct) > 1 else None
   if len(columns) > 1:
+    start = len(os.path.commonprefix(columns))
+    _check_order('the columns of options', [name[start:].upper() for name in columns])
     texts = [_option_text(name, get(fields, name)) for name in columns]
     choice = _lettered(texts)
     return choice._replace(columns=dict(zip(columns, LETTERS))) if choice.texts else None
@@ -177,10 +181,20 @@ def _lettered(texts):
   """Returns the options of texts in the order of letters. A text may be None."""
   labels = [_LABEL.match(text or '') for text in texts]
   own = [label[1].upper() for label in labels if label]
-  if len(set(own)) == len(texts) and own != list(LETTERS[: len(texts)]):
-    raise ValueError(f'the options have the letters {cells.listed(own)}, in another order')
+  if len(own) == len(texts):
+    _check_order('the options', own)
   present = {letter: text for letter, text in zip(LETTERS, texts) if text is not None}
   return RowOptions(present, list(LETTERS[: len(texts)]), {})
+
+
+def _check_order(what, own):
+  """Raises ValueError if labels are not the first letters in their order.
+
+  `E. coli` beside `S. aureus` is no label. Those of `B) x` beside `C) y` have lost an option.
+  """
+  is_label = len(set(own)) == len(own) and set(own) <= set(LETTERS[: len(own) + 2])
+  if is_label and own != list(LETTERS[: len(own)]):
+    raise ValueError(f'{what} have the letters {cells.listed(own)}, in another order')
 
 
 def _option_text(name, value):
@@ -189,7 +203,7 @@ def _option_text(name, value):
   text = _text_of_number(value)
   if not isinstance(text, str):
     raise ValueError(f'column {name!r} is {shown(value)}: a text is needed')
-  return text.strip()
+  return text.strip() or None
 
 
 def _text_of_number(value):
@@ -287,6 +301,8 @@ def answers_of(layout: SetLayout, fields: Mapping[str, object]) -> tuple[str, ..
       continue
     if value in layout.no_answer or value in [[text] for text in layout.no_answer]:
       raise Unanswerable(f'column {name!r} is {value!r}')
+    if kind == layouts.BOXED and not _last_box(str(value)):
+      raise Unanswerable(f'column {name!r} has no complete box')
     texts = texts_of_value(name, value)
     answers += texts
     answers += filter(None, (_bare_number(text, kind) for text in texts))
@@ -309,6 +325,9 @@ def _of_text(name, text):
   solution = re.search(r'####[ \t]*(\S[^\n]*?)\s*\Z', text)
   if solution:  # GSM8K
     return re.sub(r'(?<=[0-9]),(?=[0-9]{3}(?![0-9]))', '', solution[1])
+  boxed = _last_box(text)
+  if boxed:  # MATH
+    return boxed
   try:
     value = cells.parsed(text)
   except ValueError as error:
@@ -324,6 +343,21 @@ def _of_text(name, text):
     if has_objects and not is_for_reward:
       return value
   return text  # such as the interval [1, 2]
+
+
+def _last_box(text):
+  r"""Returns what the last `\boxed{..}` of a solution holds, or '' without a complete one."""
+  *_, begin = [None, *_BOX.finditer(text)]
+  if begin is None:
+    return ''
+  if not begin[0].endswith('{'):  # `$\boxed 5$`
+    return text[begin.end() :].partition('$')[0].strip()
+  depth = 1
+  for brace in re.finditer(r'\\.|[{}]', text[begin.end() :]):
+    depth += {'{': 1, '}': -1}.get(brace[0], 0)
+    if not depth:
+      return text[begin.end() :][: brace.start()].strip()
+  return ''
 
 
 def _texts(name, value):

@@ -15,6 +15,7 @@ TRUTH = 'truth'  # true or false, which become the options yes and no
 DECISION = 'decision'  # one of yes, no and maybe, which become options
 USER = 'config.data.columns'  # the source of a layout that the user describes
 NUMBER = 'number'  # a whole number that may be written with leading zeros
+BOXED = 'boxed'  # a solution whose last \boxed{..} is the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,8 @@ LAYOUTS = (
            before='Body', ignores=('question_concat',)),
     SetLayout('MATH-500', _HUB + 'HuggingFaceH4/MATH-500', 'problem', {'answer': 'text'},
            needs=('subject', 'level', 'solution'), ignores=('solution',)),
+    SetLayout('MATH (Hendrycks)', _HUB + 'EleutherAI/hendrycks_math', 'problem',
+           {'solution': BOXED}, needs=('level', 'type')),
     SetLayout('NuminaMath 1.5', _HUB + 'AI-MO/NuminaMath-1.5', 'problem', {'answer': 'text'},
            needs=('question_type',), ignores=('solution*', '*_is_valid', 'correctness*',
                                                 'generations*', 'messages'),

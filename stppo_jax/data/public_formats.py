@@ -147,8 +147,12 @@ class SetReader:
     is_users = layout.source == layouts.USER
     if is_users and not values_lib.is_empty(before) and not isinstance(before, str):
       raise ValueError(f'column {layout.before!r} is {shown(before)}: a text is needed')
-    if isinstance(before, str) and before.strip() and text not in before:
-      text = f'{before.strip()}\n{text}'
+    if isinstance(before, str) and before.strip():
+      before = before.strip()
+      if before.endswith(text):
+        text = before
+      elif before not in text:
+        text = f'{before}\n{text}'
     return text
 
   @functools.cached_property

@@ -130,7 +130,7 @@ def unwrapped(text: str) -> str:
 
 def _unwrapped(text, around):
   for _ in range(_MOST_WRAPS):
-    wrapped = _WRAPPED.fullmatch(text)
+    wrapped = _WRAPPED.fullmatch(text.rstrip('.')) or _WRAPPED.fullmatch(text)
     inner = ''.join(wrapped.groups('')) if wrapped else text.strip(around)
     if not inner or inner == text:
       break

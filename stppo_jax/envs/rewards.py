@@ -34,6 +34,7 @@ _LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</informatio
 _ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
 _WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
+_LETTER = '[0-9a-z\u00df-\u058f]'  # of scripts whose words stand apart: Latin, Greek, Cyrillic
 _NO_WIDTH = dict.fromkeys((0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF))
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
@@ -129,11 +130,15 @@ def chosen_letter(answer: str, task: types.Task) -> str | None:
   """Returns the letter of the option that an answer names, '' if it contradicts itself, or None.
 
   `B`, `b`, `(B)`, `B.` and `B) Paris` all name option B, the last only if B is Paris. A marked
-  letter with another option's text contradicts itself, and one with any other text counts. An
-  answer without a letter names the option with exactly this text, or else the only one that is
-  equal as an answer.
+  letter with another option's text contradicts itself, and one with any other text counts. The
+  exact text of one option names it, also if it begins like a letter (`A. Lincoln`). An answer
+  without a letter names the only option that is equal as an answer.
   """
   text = numerals.bare(answer)
+  if text.upper() not in (letter.upper() for letter, _ in task.options):
+    exact = _options_like(answer, task, numerals.unwrapped)
+    if len(exact) == 1:
+      return exact[0]
   for letter, _ in _options(task):
     # A number after a point is no option's text: `1.5` names no option 1.
     mark_or_end = r'([).:](?!\d)|\b)'
@@ -168,10 +173,14 @@ def _options(task: types.Task) -> list[tuple[str, str]]:
 def _letters_of_text(text: str, task: types.Task) -> list[str]:
   """Returns the letters of the options with this text: exactly, or else as an answer."""
   for key in (str.strip, _without_spaces, _answer_key):
-    letters = [letter for letter, other in _options(task) if key(other) == key(text)]
+    letters = _options_like(text, task, key)
     if letters:
       return letters
   return []
+
+
+def _options_like(text: str, task: types.Task, key: Callable[[str], str]) -> list[str]:
+  return [letter for letter, other in _options(task) if key(other) == key(text)]
 
 
 def _of_answer(score: Callable[[str, Sequence[str]], float]) -> Reward:
@@ -200,10 +209,15 @@ def _em(answer, golds):
 
 
 def _sub_em(answer, golds):
-  """Returns 1.0 if any gold is within the answer. A number and a letter have to be whole words."""
+  """Returns 1.0 if the words of any gold are within the answer, also as a plural or possessive.
+
+  Scripts without spaces or with attached particles have no limits of words.
+  """
   if _em(answer, golds):
     return 1.0
-  words = f' {normalize_answer(numerals.spell_signs(answer))} '
+  spelled = numerals.spell_signs(answer)
+  words = f' {normalize_answer(spelled)} '
+  parts = normalize_answer(re.sub('[-/]', ' ', spelled))  # of words such as `Paris-based`
   numbers = set(numerals.numbers_in(answer))
   for gold in golds:
     if _differs_in_groups(answer, gold):
@@ -215,7 +229,8 @@ def _sub_em(answer, golds):
     elif any(map(str.isdigit, text)) or len(text) == 1:
       is_within = f' {text} ' in words
     else:
-      is_within = bool(text) and text in words
+      whole = f'(?<!{_LETTER}){re.escape(text)}s?(?!{_LETTER})'
+      is_within = bool(text) and re.search(whole, words + parts) is not None
     if is_within:
       return 1.0
   return 0.0

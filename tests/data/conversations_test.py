@@ -276,6 +276,12 @@ class ReadTest(_Test):
     messages[3] = {**messages[3], 'role': 'function'}
     self.check(self.read({'messages': messages, 'tools': [_TOOL]}))
 
+  def test_messages_may_be_in_any_column(self):
+    messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    for name in ('chats.jsonl', 'chats.parquet'):
+      conversation = self.read({'dialog': messages}, name)
+      self.assertEqual([message['content'] for message in conversation.messages], ['a', 'b'])
+
   @parameterized.parameters('resolved', 'label', 'kto_tag', 'target')
   def test_unsolved_trajectory_is_left_out(self, column):
     row = {'messages': json.dumps(_MESSAGES), column: False}

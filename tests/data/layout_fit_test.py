@@ -342,6 +342,16 @@ class LayoutTest(_FileTest):
           '(B)x',
       ),
       (
+          'species',  # no letters of options
+          {
+              'question': 'q',
+              'options': ['E. coli', 'S. aureus', 'H. pylori', 'K. pneumoniae'],
+              'answer': 'B',
+          },
+          'B',
+          'S. aureus',
+      ),
+      (
           'musr',
           {
               'narrative': 'n',
@@ -382,6 +392,12 @@ class LayoutTest(_FileTest):
       ('popqa', {'question': 'q', 'possible_answers': '["a", "b"]', 'obj': 'a'}, 'a', 'b'),
       ('hops', {'question': 'q', 'answers': ['a', 'b'], 'hops': 2, 'year': 1999}, 'a', 'b'),
       ('set_of_sets', {'question': 'q', 'answer': '{{1,2},{3}}'}, '{{1,2},{3}}'),
+      (
+          'box',
+          {'question': 'q', 'answer': r'Not $\boxed{1}$. So $x=\boxed{\{\frac{1}{2}\}}$.'},
+          r'\{\frac{1}{2}\}',
+      ),
+      ('box_without_braces', {'question': 'q', 'answer': r'So it is $\boxed 5$.'}, '5'),
   )
   def test_text(self, row, *answers):
     (task,) = tasks.load_all(self.write([row])).tasks
@@ -407,6 +423,7 @@ class LayoutTest(_FileTest):
       ('options_as_objects', {'question': 'q', 'options': _OBJECTS, 'answer': 'A'}),
       ('letters_in_options', {'question': 'q', 'options': ['B. x', 'A. w'], 'answer': 'A'}),
       ('letters_in_brackets', {'question': 'q', 'options': ['(B)x', '(A)w'], 'answer': 'A'}),
+      ('an_option_is_lost', {'question': 'q', 'options': ['B) x', 'C) y'], 'answer': 'B'}),
       (
           'letter_twice',
           {'question': 'q', 'choices': {'text': _O, 'label': list('AABC')}, 'answerKey': 'A'},
@@ -502,6 +519,15 @@ class LayoutTest(_FileTest):
     self.assertEqual([task.answers for task in found], [('x',), ('z',)])
     self.assertEqual(found[0].options, (('A', 'x'), ('C', 'z')))
 
+  def test_empty_option_is_left_out(self):
+    for suffix in ('.jsonl', '.parquet'):
+      rows = [
+          {'question': f'{i}', 'option_a': 'x', 'option_b': 'y', 'option_c': ' ', 'answer': a}
+          for i, a in enumerate('AB')
+      ]
+      found = tasks.load_all(self.write(rows, suffix)).tasks
+      self.assertEqual(found[0].options, (('A', 'x'), ('B', 'y')))
+
 
 _NEEDED = 'Anne is kind. All kind people are big. All big people who are kind are also green.'
 _CHINESE = '安妮很善良。善良的人都很高大。善良而高大的人都是绿色的。' * 2
@@ -540,6 +566,11 @@ class UnreadTextTest(_FileTest):
       expected = [f'{text}\nIs Anne number {i} green?' for i, text in enumerate(texts)]
       self.assertEqual([task.question for task in found], expected)
 
+  def test_prose_is_not_suggested_as_an_answer(self):
+    path = self.write([{'problem': f'Is {i} even?', 'solution': _NEEDED} for i in range(2)])
+    with self.assertRaisesRegex(types.UserError, "'question': 'problem', 'answers': 'COLUMN'"):
+      tasks.load_all(path)
+
   def test_lists_and_rare_texts_count(self):
     for values in (
         [[{'title': 't', 'text': _NEEDED}], [{'title': 't', 'text': _NEEDED[1:]}]],
@@ -566,6 +597,26 @@ class UnreadTextTest(_FileTest):
 
 
 class UserColumnsTest(_FileTest):
+
+  @parameterized.parameters(
+      ('She asked: Why? He said: rain.', 'Why?', 'She asked: Why? He said: rain.\nWhy?'),
+      ('He fell because of the ice.', 'cause', 'He fell because of the ice.\ncause'),
+      ('Ann has 3 cats. How many?', 'How many?', 'Ann has 3 cats. How many?'),
+      ('Ann has 3 cats.', 'Ann has 3 cats. How many?', 'Ann has 3 cats. How many?'),
+  )
+  def test_context_is_kept_and_not_doubled(self, context, question, text):
+    path = self.write([{'q': question, 'a': 'x', 'c': context}])
+    (task,) = tasks.load_all(path, {'question': 'q', 'answers': 'a', 'context': 'c'}).tasks
+    self.assertEqual(task.question, text)
+
+  @parameterized.parameters((('B', 'A'),), (('option_b', 'option_a'),))
+  def test_columns_of_options_in_another_order_are_refused(self, names):
+    path = self.write([{'q': 'Which?', 'k': 'B', **dict(zip(names, 'yx'))}])
+    columns = {'question': 'q', 'answers': 'k', 'answer_is': 'letter', 'options': names}
+    with self.assertRaisesRegex(types.UserError, 'have the letters B, A, in another order'):
+      tasks.load_all(path, columns)
+    (task,) = tasks.load_all(path, columns | {'options': names[::-1]}).tasks
+    self.assertEqual(task.answers, ('y',))
 
   @parameterized.parameters(('index0', 'C', 'y'), ('index1', 'B', 'x'), ('text', 'D', '2'))
   def test_user_says_what_an_answer_is(self, kind, letter, text):

@@ -810,6 +810,10 @@ class FilesTest(_FileTest):
           "column 'Answer' is 'AB', which are",
       ),
       ([{'query': 'q', 'answers': ['No Answer Present.']}], "column 'answers' is .'No Answer"),
+      (
+          [{'problem': 'q', 'level': 'Level 1', 'type': 'Algebra', 'solution': r'So \boxed{1'}],
+          "column 'solution' has no complete box",
+      ),
   )
   def test_no_row_with_an_answer_is_an_error(self, rows, reason):
     with self.assertRaisesRegex(

@@ -265,6 +265,38 @@ class RewardTest(parameterized.TestCase):
       for name in ('em', 'sub_em'):
         self.assertEqual(rewards.REWARDS[name](task, answer, ''), 0.0, answer)
 
+  def test_name_with_an_initial_is_an_option(self):
+    task = choice('T. Jefferson', 'G. Washington', 'A. Lincoln', letter='C')
+    for answer in ('A. Lincoln', 'A. Lincoln.', '**A. Lincoln**', 'C', 'C. A. Lincoln'):
+      self.assertEqual(set(rewards.scores(task, answer).values()), {1.0}, answer)
+    for answer in ('A', 'T. Jefferson', 'A. T. Jefferson', 'C) T. Jefferson'):
+      self.assertEqual(rewards.scores(task, answer)['em'], 0.0, answer)
+
+  @parameterized.parameters(
+      ('no', "I don't know"),
+      ('no', 'yes, as is well known'),
+      ('Iran', 'Tirana'),
+      ('Niger', 'Nigeria'),
+      ('Осло', 'Ослон'),
+  )
+  def test_part_of_a_word_is_no_answer(self, gold, answer):
+    task = types.Task('t', 'q', (gold,))
+    self.assertEqual(rewards.scores(task, answer)['sub_em'], 0.0)
+    for text in (f'It is {gold}, of course', f"{gold}'s", f'the "{gold}"', f'{gold}-based'):
+      self.assertEqual(rewards.scores(task, text)['sub_em'], 1.0, text)
+
+  def test_script_without_spaces_has_no_limits_of_words(self):
+    task = types.Task('t', 'q', ('巴黎',))
+    self.assertEqual(rewards.scores(task, '法国的首都是巴黎。')['sub_em'], 1.0)
+
+  @parameterized.product(
+      answer=('**{}**.', '${}$.', r'\boxed{{{}}}.', r'$\boxed{{{}}}$.', r'\({}\).', '`{}`.'),
+      gold=('5', 'Paris', r'\sqrt{2}'),
+  )
+  def test_full_stop_behind_markup(self, answer, gold):
+    scores = rewards.scores(types.Task('t', 'q', (gold,)), answer.format(gold))
+    self.assertEqual(set(scores.values()), {1.0})
+
   def test_long_answers_take_little_time(self):
     task = choice('x + 1', 'x - 1')
     for text in ('*', '(', ' ', ',', ' ,', '-', '1,000', '_', '$', '1/'):
