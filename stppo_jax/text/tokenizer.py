@@ -305,15 +305,12 @@ class Framing:
   def encode(self, text: str, turn: Ids) -> list[int]:
     """Returns at most `limit` ids, from the agent's `turn` up to where its next turn begins.
 
-    A text that is too long is cut, but keeps a closing tag at its end.
+    A text that is too long is cut, but keeps a closing tag at its end, see `_end_to_keep`.
     """
     if self.frame is None:
       return encode_observation(self.tokenizer, text, self.limit)
-    start = text.rfind(CLOSING_TAG)
-    if start < 0:
-      start = len(text)
-    head = text[:start][: self.limit * LONGEST_TOKEN]
-    tail = text[start:]
+    tail = _end_to_keep(self.tokenizer, text, self.limit)
+    head = text[: len(text) - len(tail)][: self.limit * LONGEST_TOKEN]
     ids = self._around(head + tail)
     while len(ids) > self.limit and head:
       length = len(head) * self.limit // len(ids)
@@ -359,8 +356,22 @@ def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
   return framing
 
 
+def _end_to_keep(tokenizer: Tokenizer, text: str, limit: int) -> str:
+  """Returns the end of an observation that is kept if the observation is cut.
+
+  It begins with the last `</information>`. '' if there is none, or if its text behind the tag fills
+  more than half of the limit: then the tag is one within a page or a passage.
+  """
+  start = text.rfind(CLOSING_TAG)
+  if start < 0:
+    return ''
+  tail = text[start:]
+  behind = tail.removeprefix(CLOSING_TAG)[: limit * LONGEST_TOKEN]
+  return '' if 2 * len(tokenizer.encode(behind)) > limit else tail
+
+
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-  """Returns at most `limit` ids of an inline observation; keeps its end from `</information>` on.
+  """Returns at most `limit` ids of an inline observation. A cut one keeps `_end_to_keep`.
 
   The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as
   a whole one, and no token of a passage closes the block, opens another, or is a control token.
@@ -369,8 +380,9 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   if start < 0:
     head = text[: limit * LONGEST_TOKEN]
     return tokenizer.encode(head)[:limit]
-  tail = tokenizer.encode(text[start:])
-  if len(tail) > limit:
+  is_kept = bool(_end_to_keep(tokenizer, text, limit))
+  tail = tokenizer.encode(text[start:] if is_kept else text[start:][: limit * LONGEST_TOKEN])
+  if is_kept and len(tail) > limit:
     raise types.UserError(
         f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
         f'{text[start:][:60]!r}: raise config.rollout.max_observation'
@@ -380,7 +392,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   passages = text[inside:start][: limit * LONGEST_TOKEN]
   ids = tokenizer.encode(text[:inside])
   ids += tokenizer.encode_passage(passages)
-  return ids[: limit - len(tail)] + tail
+  return ids[: limit - len(tail)] + tail if is_kept else (ids + tail)[:limit]
 
 
 def stop_automaton(

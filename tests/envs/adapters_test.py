@@ -17,6 +17,7 @@ from stppo_jax.assembly import components
 from stppo_jax.envs import factory
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
+from stppo_jax.envs.adapters import gem as gem_lib
 from stppo_jax.envs.adapters import reasoning_gym as rg_lib
 from stppo_jax.settings import validation
 from stppo_jax.types import Task
@@ -200,6 +201,24 @@ class GemTest(absltest.TestCase):
     (won,) = [observed for observed in last if observed[2]['success']]
     self.assertEqual((won[1], won[2]['moves']), (1.0, 1.0))
     self.assertEqual(sorted(reward == 1 for _, reward, _ in last), [False] * 9 + [True])
+
+  def test_answered_question_is_not_cut_by_a_limit(self):
+    need(self, 'gem')
+    for answer in (r'\boxed{0}', 'nothing'):
+      env = resolve('gem:rg:letter_counting').env(Task('t'), 0)
+      env.reset(seed=0)
+      self.assertEqual(env.step(answer)[2:4], (True, False))
+    env = resolve('gem:game:GuessTheNumber-v0-easy', max_turns=1).env(Task('t'), 0)
+    env.reset(seed=0)
+    self.assertEqual(env.step(r'\boxed{0}')[2:4], (True, True))
+
+  def test_splits_of_one_data_set_are_warned_of(self):
+    need(self, 'gem')
+    with mock.patch.object(gem_lib.logging, 'log_first_n') as log:
+      resolve('gem:game:GuessTheNumber-v0-easy').env(Task('t'), 0)
+      log.assert_not_called()
+      resolve('gem:rg:letter_counting').env(Task('t'), 0)
+    self.assertEqual(log.call_args.args[-1], 'gem:rg:letter_counting')
 
   def test_frame_and_stop_strings_are_options(self):
     need(self, 'gem')

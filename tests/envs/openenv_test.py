@@ -1,10 +1,12 @@
 """OpenEnv's client against a server of the real package, started here; skipped without it."""
 
 import importlib.util
+import json
 import pathlib
 import random
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import pytest
 
 from stppo_jax import config as schema
@@ -34,6 +36,28 @@ def resolve(url, **options):
   config.env.kind, config.env.options = f'openenv:{url}', options
   config.retriever.kind = 'none'
   return components.resolve(validation.validate(config)).env
+
+
+class ObservationTest(parameterized.TestCase):
+
+  def env(self, **options):
+    kind = packages.adapt(openenv.OpenEnvEnv, lambda *_: None, 'http://x:1', 'openenv')
+    return kind(Task('t'), **options)
+
+  @parameterized.parameters(
+      ({'text': 'higher', 'tries': 1}, 'higher'),
+      ({'text': '', 'tries': 1, 'history': []}, ''),
+      ({'prompt': 'p', 'messages': [{'content': 'x'}]}, None),  # OpenEnv's textarena_env
+      ({'game_phase': 'playing', 'info_state': [0.0, 1.0]}, None),  # OpenEnv's openspiel_env
+      ({'one': 'a', 'two': 'b'}, None),
+  )
+  def test_text_beside_other_parts_is_not_the_observation(self, observation, text):
+    shown = json.dumps(observation) if text is None else text
+    self.assertEqual(self.env()._text(observation), shown)
+
+  def test_field_of_an_observation_is_json(self):
+    env = self.env(observation_field='board')
+    self.assertEqual(env._text({'board': [None, True], 'text': 'x'}), '[null, true]')
 
 
 class ResetTest(absltest.TestCase):

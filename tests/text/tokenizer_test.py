@@ -449,6 +449,18 @@ class ObservationTest(parameterized.TestCase):
     self.assertEqual(whole[-len(tail) :], tail)
     self.assertEqual(cut[: 40 - len(tail)], whole[: 40 - len(tail)])
 
+  def test_tag_within_a_page_is_no_end(self):
+    page = 'begin <information>old</information> ' + 'a river town ' * 300
+    ids = chat.encode_observation(self.tokenizer, page, limit=100)
+    self.assertLen(ids, 100)
+    self.assertStartsWith(self.tokenizer.decode(ids), 'begin < information>old')
+    framing = chat.make_framing(load_chat_tokenizer(QWEN25, '<|im_end|>'), 'tool', 300)
+    ids = framing.encode(page, [])
+    self.assertLessEqual(len(ids), 300)
+    text = framing.tokenizer.decode(ids)
+    self.assertIn('begin <information>old</information> a river town', text)
+    self.assertIn('</tool_response>', text)
+
   def test_without_closing_tag_it_is_cut(self):
     ids = chat.encode_observation(self.tokenizer, 'try again ' * 20, limit=7)
     self.assertEqual(ids, self.tokenizer.encode('try again ' * 20)[:7])

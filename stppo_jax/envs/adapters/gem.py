@@ -8,9 +8,16 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
 from stppo_jax import types
 from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
+
+_SHARED = (
+    'env.kind=%r draws the questions of all splits from one data set: held-out scores are those of '
+    'questions that are trained on, too'
+)
 
 
 def make(env_id: str) -> Callable[..., object]:
@@ -35,6 +42,8 @@ class GemEnv(packages.PackageEnv):
   ):
     del task, frame, stop_strings  # `reset` gets the seed, and `attributes` reads the other two
     self._env = self.construct(**options)
+    if hasattr(self._env, 'dataset') or hasattr(self._env, 'ds'):
+      logging.log_first_n(logging.WARNING, _SHARED, 1, self.kind)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts the game of a seed."""
@@ -50,9 +59,12 @@ class GemEnv(packages.PackageEnv):
     self._moves += 1
     self._total_reward += reward
     has_won = terminated and self._total_reward > 1 - 1e-6
+    # Questions of one turn set both flags, whatever the answer. Games do at their limit of turns.
+    constants = packages.import_package(self.kind, 'gem.utils.constants', 'gem')
+    is_cut = bool(truncated) and observation != constants.TERMINAL_STATE
     metrics = packages.numbers(info)
     metrics['moves'] = float(self._moves)
     metrics['success'] = float(has_won)
     action = 'invalid' if reward < 0 else 'move'
     info = info | {'metrics': metrics, 'action': action}
-    return observation, reward, terminated, bool(truncated), info
+    return observation, reward, terminated, is_cut, info

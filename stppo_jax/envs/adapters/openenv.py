@@ -130,7 +130,7 @@ class OpenEnvEnv(SessionEnv):
   attributes = staticmethod(packages.turn_attributes)
 
   action_field: str = ''  # takes the agent's text; '': the text is the whole action as JSON
-  observation_field: str = ''  # the agent reads it; '': the only string, else all as JSON
+  observation_field: str = ''  # the agent reads it; '': the only text, else all as JSON
   instructions: str = ''  # before the first observation
   frame: str = 'user'
   stop_strings: Sequence[str] = ()
@@ -189,10 +189,15 @@ class OpenEnvEnv(SessionEnv):
   def _text(self, observation):
     if not isinstance(observation, dict):
       return '' if observation is None else str(observation)
+    shown = observation
     if self.observation_field:
-      return str(observation.get(self.observation_field, ''))
-    texts = [value for value in observation.values() if isinstance(value, str)]
-    return texts[0] if len(texts) == 1 else json.dumps(observation, ensure_ascii=False)
+      shown = observation.get(self.observation_field, '')
+    else:
+      texts = [value for value in observation.values() if isinstance(value, str)]
+      others = [value for value in observation.values() if isinstance(value, list | dict) and value]
+      if len(texts) == 1 and not others:  # otherwise the text may be a heading of the others
+        shown = texts[0]
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 @dataclasses.dataclass(eq=False)
