@@ -551,6 +551,7 @@ class TurnBatch:
   returns: jax.Array  # [B,T]
   group_ids: jax.Array  # [B] int32
   behaviour_logp: jax.Array | None = None  # [B,T] as the sampler reported it
+  policy_logp: jax.Array | None = None  # [B,T] of the policy before the update; None: old_logp
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
   teacher_logp: jax.Array | None = None  # [B,T] log-probs of a teacher; None: there is none

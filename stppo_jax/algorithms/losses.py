@@ -137,13 +137,14 @@ def adaptive_kl(
 ) -> jax.Array:
   """Returns the next KL coefficient. It rises if the measured KL is above the target.
 
-  coefficient * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
+  coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * min(episodes / horizon, 1))
 
-  (Ziegler et al. 2019, section 2.2). A measured KL that is not finite changes nothing, because it
-  would spoil the rest of the run.
+  (Ziegler et al. 2019, section 2.2). Choices: a batch counts as one horizon at most, or the
+  coefficient could become 0, which it would stay. A measured KL that is not finite changes nothing,
+  because it would spoil the rest of the run.
   """
   error = jnp.clip(measured_kl / target - 1, -0.2, 0.2)
-  factor = jnp.maximum(1 + error * episodes / horizon, 0)
+  factor = 1 + error * jnp.minimum(episodes / horizon, 1)
   return jnp.where(jnp.isfinite(measured_kl), coefficient * factor, coefficient)
 
 

@@ -94,6 +94,8 @@ class Estimator(_Declared):
     needs_groups: it compares several episodes of one task.
     breaks_ties: it prefers the first of equal episodes. The rows then keep the sampled order.
     uses_demonstrations: demonstrations are rows of the policy gradient, and not only imitated.
+    compares_scores: it compares the scores of sampled episodes alone. A group whose scores are
+      equal then has no advantage, and dynamic sampling may replace it.
   """
 
   function: Callable
@@ -101,6 +103,7 @@ class Estimator(_Declared):
   needs_groups: bool = False
   breaks_ties: bool = False
   uses_demonstrations: bool = False
+  compares_scores: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +328,11 @@ class BaseVariant:
   def uses_demonstrations(self) -> bool:
     """Whether demonstrations are rows of the policy gradient, and not only imitated."""
     return self._advantage_has('uses_demonstrations')
+
+  @property
+  def compares_scores(self) -> bool:
+    """Whether a group whose scores are equal has no advantage."""
+    return self.needs_groups and self._advantage_has('compares_scores')
 
   @property
   def compares_rows(self) -> bool:

@@ -21,6 +21,8 @@ from stppo_jax.types import UserError
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _MAX_SHOWN = 4  # differences in an error
+# Address of a part that another process computes -> what a run without the address has.
+_PARTS = {'rollout.engine': 'our own sampler', 'teacher.address': 'no teacher there'}
 
 # Keys of config.json that are no settings.
 RECORDED = ('plugins', 'objective', 'train_questions')
@@ -150,10 +152,13 @@ def _check_moved(workdir, checkpoints):
 
 def _check_same_run(workdir, saved, record, may_change, accepts_changes):
   """Raises a UserError unless a saved config is the one of the run that starts."""
-  _check_same_sampler(workdir, saved, record)
+  _check_same_parts(workdir, saved, record)
   there = flatten(_settings(saved))
   here = flatten(_settings(record))
   different = _different(here.keys() | there.keys(), there, here)
+  for name in (*_PARTS, 'teacher.model'):
+    if name in different:
+      logging.warning('the run continues with another %s', different[name])
   if texts := [text for name, text in different.items() if name not in may_change]:
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with another config: {enumerate_first(texts)}. '
@@ -260,21 +265,23 @@ def _changed_plugins(saved, digests):
   return [field for field, digest in digests.items() if there.get(field, digest) != digest]
 
 
-def _check_same_sampler(
+def _check_same_parts(
     workdir: str, there: Mapping[str, object], here: Mapping[str, object]
 ) -> None:
-  """Raises a UserError if only one of two configs has a sampling engine.
+  """Raises a UserError if only one of two configs has a part that another process computes.
 
-  An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint.
+  An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint, and a
+  teacher the advantages.
   """
-  address_there = flatten(there).get('rollout.engine', '')
-  address_here = flatten(here).get('rollout.engine', '')
-  if bool(address_there) != bool(address_here):
-    raise UserError(
-        f'--workdir={workdir!r} belongs to a run with config.rollout.engine={address_there!r}, '
-        f'and {address_here!r} is given: a resumed run may change the address of an engine, but '
-        'not switch to or from our own sampler. Give another --workdir, or an address as before'
-    )
+  for name, other in _PARTS.items():
+    address_there = flatten(there).get(name, '')
+    address_here = flatten(here).get(name, '')
+    if bool(address_there) != bool(address_here):
+      raise UserError(
+          f'--workdir={workdir!r} belongs to a run with config.{name}={address_there!r}, and '
+          f'{address_here!r} is given: a resumed run may change the address, but not switch to or '
+          f'from {other}. Give another --workdir, or an address as before'
+      )
 
 
 def _has_begun(workdir: str, checkpoints: str) -> bool:

@@ -255,7 +255,8 @@ def _held(config, sampler, state, frozen):
   trees = {
       'policy': policy,
       'critic': (frozen.critic, state.critic),
-      'optimizers': (state.actor_opt, state.critic_opt, state.previous_actor),
+      'optimizers': (state.actor_opt, state.critic_opt),
+      'previous policy': state.previous_actor,
       'reference policy': frozen.reference,
       'teacher': frozen.teacher,
   }

@@ -83,6 +83,9 @@ def training(
   micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
   num_steps = train.episodes // train.mini_batch
   trips = plan.rows_per_step // train.micro_batch
+  # The policy before the last update is kept until this one has ended (Learners._train).
+  kept = held['teacher'] + held['previous policy'] + sampling_bytes
+  reads_reference = 'reference_kl' in spec.variant.needs  # an argument then
 
   @functools.cache
   def trace_annotate():
@@ -99,7 +102,7 @@ def training(
       name='update',
       unit=f'an optimizer step on {plan.rows_per_step} rows {micro}',
       runs=train.epochs * num_steps,
-      resident=held['reference policy'] + held['teacher'] + sampling_bytes,
+      resident=kept + (0 if reads_reference else held['reference policy']),
       trace=trace_update,
       trips=trips,
   )
@@ -107,7 +110,7 @@ def training(
       name='annotate',
       unit=f'log-probs and values of {plan.num_rows} rows {micro}',
       runs=1,
-      resident=held['optimizers'] + sampling_bytes,
+      resident=held['optimizers'] + 2 * held['previous policy'] + sampling_bytes,
       trace=trace_annotate,
       trips=trips,
   )
@@ -130,7 +133,8 @@ def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   chunks = -(-lengths.max_prompt // chunk) + (turns - 1) * observation_chunks
   cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
-  training_state = held['critic'] + held['optimizers'] + bytes_ahead(plan)
+  training_state = held['critic'] + held['optimizers'] + held['previous policy']
+  training_state += bytes_ahead(plan)
   training_state += held['reference policy'] + held['teacher']
   others = training_state + held['policy']
   axes = (

@@ -131,7 +131,8 @@ class Replay:
           f'{path} has episodes with other agents than the environment: give batches that were '
           'sampled with this config.env.kind'
       )
-    num_episodes = len(batching.rows_by_episode(episodes))
+    rows_by_episode = batching.rows_by_episode(episodes)
+    num_episodes = len(rows_by_episode)
     if num_episodes % self.mini_batch:
       raise types.UserError(
           f'{path} has {num_episodes} episodes, which config.train.mini_batch={self.mini_batch} '
@@ -168,7 +169,8 @@ class Replay:
           f'{path} has turns without the experts that the sampler chose, which '
           "config.rollout.routing_replay='sampling' reuses: set it to 'old_policy' or 'none'"
       )
-    if self.needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
+    groups = [{episodes[b].group for b in rows} for rows in rows_by_episode]
+    if self.needs_groups and len(set().union(*groups)) == sum(map(len, groups)) > 1:
       raise types.UserError(
           f'{path}: no two episodes are of one group, and config.algorithm.variant compares the '
           'episodes of a group: give batches with groups, or another variant'

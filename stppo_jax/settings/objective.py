@@ -276,22 +276,26 @@ def warn_of_settings(config: Config, variant: Variant) -> None:
     )
   is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
   starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  samples_ahead = config.pipeline.staleness and not config.rollout.replay
-  if samples_ahead and not (is_corrected or starts_at_sampler):
-    way_out = '--config.algorithm.rollout_is=turn'
-    if variant.compares_rows:
-      way_out = '--config.pipeline.staleness=0'
-    elif variant.ratio != 'none':
-      way_out = (
-          '--config.algorithm.old_logp=sampler (docs/study.md has what it prevents), or '
+  is_older = config.rollout.replay or config.pipeline.staleness
+  if is_older and not (is_corrected or starts_at_sampler):
+    given = f'config.pipeline.staleness={config.pipeline.staleness}'
+    sampled_by, advice = 'an older policy', 'set --config.pipeline.staleness=0'
+    if config.rollout.replay:
+      given = f'config.rollout.replay={config.rollout.replay!r}'
+      sampled_by, advice = 'the policy that sampled them', 'sample new ones'
+    if not variant.compares_rows:
+      advice = 'set --config.algorithm.rollout_is=turn'
+    if not variant.compares_rows and variant.ratio != 'none':
+      advice = (
+          'set --config.algorithm.old_logp=sampler (docs/study.md has what it prevents), or '
           '--config.algorithm.rollout_is=turn'
       )
     logging.warning(
-        'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
-        "the current one's: set %s",
-        config.pipeline.staleness,
+        "%s trains on episodes of %s, and %s treats them as the current one's: %s",
+        given,
+        sampled_by,
         name,
-        way_out,
+        advice,
     )
   if config.rollout.is_cut:
     logging.warning(

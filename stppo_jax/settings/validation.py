@@ -427,11 +427,6 @@ def _check_kl(config: Config, variant: Variant) -> None:
         f'config.algorithm.kl_target={variant.kl_target} multiplies kl_coef, and 0 stays 0: set '
         '--config.algorithm.kl_coef'
     )
-  if variant.kl_target and (least := config.train.episodes / 5) > variant.kl_horizon:
-    raise UserError(
-        f'config.algorithm.kl_horizon={variant.kl_horizon:g}: must be at least {least:g} with '
-        f'train.episodes={config.train.episodes}, or the coefficient may become 0'
-    )
 
 
 def _check_decay(config: Config) -> None:
@@ -527,11 +522,14 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={name!r} compares no groups: set '
         '--config.algorithm.mask_zero_advantage=False'
     )
-  if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
+  if rollout.max_num_gen_batches > 1 and not variant.compares_scores:
+    why = 'compares no groups'
+    if variant.needs_groups:
+      why = f'(advantage={variant.advantage!r}) learns from such groups, too'
     raise UserError(
         f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches} replaces groups whose '
-        f'scores are all equal, and config.algorithm.variant={name!r} compares no groups: set it '
-        'to 1, or --config.algorithm.variant=grpo'
+        f'scores are all equal, and config.algorithm.variant={name!r} {why}: set it to 1, or '
+        '--config.algorithm.variant=grpo'
     )
 
 

@@ -65,4 +65,4 @@ def grao(batch: TurnBatch, variant: GraoFields) -> tuple[jax.Array, jax.Array]:
   return weights, weights
 
 
-GRAO = Estimator(grao, needs_groups=True, uses_demonstrations=True)
+GRAO = Estimator(grao, needs_groups=True, uses_demonstrations=True, compares_scores=False)

@@ -46,4 +46,4 @@ def turn_zscore(batch: TurnBatch, variant: BaseVariant) -> tuple[jax.Array, jax.
   return advantages, advantages
 
 
-TURN_ZSCORE = Estimator(turn_zscore, needs_groups=True)
+TURN_ZSCORE = Estimator(turn_zscore, needs_groups=True, compares_scores=False)

@@ -114,7 +114,9 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
     metrics['critic/grad_norm'] = correction.norm(summed.critic)
   is_finite = diagnostics.is_finite(metrics)
   # If all tokens are clipped, the gradient is 0, and the optimizer's moments still take a step.
+  # Some surrogates count tokens without an advantage as clipped, as verl does.
   is_clipped = summed.tokens.clipped & (inputs.weights.policy != 0)
+  is_clipped &= inputs.batch.advantages != 0
   has_gradient = (summed.sums.num_nonzero > 0) | is_clipped.any()
   state, applied_metrics = _apply(
       inputs, divided, summed.critic, is_finite, has_gradient, step_scale

@@ -26,13 +26,17 @@ def penalise_kl(
 ) -> tuple[TrainState, TurnBatch, Metrics]:
   """Subtracts the KL penalty from the rewards, and adapts its coefficient.
 
-  With kl_in 'loss' the rewards stay, and the optimizer steps add the penalty.
+  The KL is that of the policy before the update, whose log-probs are not the sampler's: the sampler
+  may be older, or draw from a part of the distribution (`rollout.top_p`). With kl_in 'loss' the
+  rewards stay, and the optimizer steps add the penalty.
   """
   variant = spec.variant
   mask = batch.action_mask
   metrics = {}
-  kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
+  logp = batch.old_logp if batch.policy_logp is None else batch.policy_logp
+  kl = losses.kl(logp, batch.ref_logp, variant.kl_estimator)
   kl *= mask
+  batch = dataclasses.replace(batch, policy_logp=None)
   episode_ids = batch.episode_ids
   # Over sequences, as in verl.
   mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=episode_ids)

@@ -149,6 +149,8 @@ def annotate(
   routes = sampled_routes if own_routes is None else own_routes
   if variant.old_logp == 'sampler':
     fields['old_logp'] = batch.behaviour_logp
+    if variant.kl_in != 'none':
+      fields['policy_logp'] = logp
 
   def keep_agent_tokens(x):
     return x * batch.action_mask

@@ -380,6 +380,11 @@ class KlTest(chex.TestCase):
       got = losses.adaptive_kl(0.5, measured, target=0.1, horizon=100, episodes=20)
       self.assertAlmostEqual(float(got), expected, places=9)
 
+  def test_adaptive_coefficient_never_becomes_0(self):
+    for episodes in 500, 501, 10_000:  # at 500 of 100 the formula without a bound gives 0
+      got = losses.adaptive_kl(0.5, 0.0, target=0.1, horizon=100, episodes=episodes)
+      self.assertAlmostEqual(float(got), 0.4, places=9)
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -138,7 +138,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())
     config = as_dict()
-    config['rollout']['engine'] = 'http://a'
+    config['rollout']['engine'] = config['teacher']['address'] = 'http://a'
     workdirs.claim(self.workdir, config)
     self.write_a_number()
     for path in may_change:
@@ -151,16 +151,32 @@ class WorkdirTest(parameterized.TestCase):
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
 
-  @parameterized.parameters(('', 'http://a'), ('http://a', ''))
-  def test_resume_keeps_engine_or_own_sampler(self, there, here):
+  @parameterized.product(
+      addresses=(('', 'http://a'), ('http://a', '')),
+      part=(('rollout', 'engine', 'our own sampler'), ('teacher', 'address', 'no teacher there')),
+  )
+  def test_resume_keeps_the_parts_of_other_processes(self, addresses, part):
+    section, name, other = part
     may_change = validation.changeable_on_resume(constant_rates())
     config = as_dict()
-    config['rollout']['engine'] = there
+    config[section][name] = addresses[0]
     workdirs.claim(self.workdir, config)
     self.write_a_number()
-    config['rollout']['engine'] = here
-    with self.assertRaisesRegex(types.UserError, 'not switch to or from our own sampler'):
+    config[section][name] = addresses[1]
+    with self.assertRaisesRegex(types.UserError, f'not switch to or from {other}'):
       workdirs.claim(self.workdir, config, may_change)
+
+  @parameterized.parameters('address', 'model')
+  def test_another_teacher_is_logged(self, name):
+    may_change = validation.changeable_on_resume(constant_rates())
+    config = as_dict()
+    config['teacher'] |= {'address': 'http://a', 'model': 'm'}
+    workdirs.claim(self.workdir, config)
+    self.write_a_number()
+    config['teacher'][name] = 'http://b'
+    with self.assertLogs(level='WARNING') as logs:
+      workdirs.claim(self.workdir, config, may_change)
+    self.assertIn(f'the run continues with another teacher.{name}', logs.output[0])
 
   @parameterized.parameters(('actor', 'warmup', 0.1), ('critic', 'final_lr', 0.5))
   def test_updates_are_fixed_under_a_schedule(self, model, name, value):

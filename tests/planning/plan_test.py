@@ -232,6 +232,31 @@ class PlanTest(parameterized.TestCase):
     self.assertBetween(update.arguments, state, state + 16 * 192 * 4 * 12 // 8 + 4096)
     self.assertEqual(update.resident, self.plan.held['reference policy'][1])
 
+  @parameterized.parameters(
+      ({'algorithm__variant': 'tdpo'}, 0, 0),  # the step reads the reference: it is an argument
+      ({'algorithm__variant': 'dpo'}, 1, 0),
+      ({'algorithm__variant': 'grpo', 'algorithm__extrapolation': 0.3}, 0, 1),
+  )
+  def test_copies_of_the_policy_beside_a_step(self, values, num_references, num_previous):
+    class Done(Exception):
+      pass
+
+    seen = []
+
+    def compiler(program, planned):
+      seen.append((program, planned.held_per_device))
+      raise Done
+
+    config = tiny_run.make_config(
+        self.tmp, rollout__group_size=4, algorithm__kl_in='none', **values
+    )
+    with self.assertRaises(Done):
+      plan.make(config, compiler=compiler)
+    ((update, held),) = seen
+    self.assertEqual(update.name, 'update')
+    self.assertEqual(held['previous policy'], num_previous * held['policy'])
+    self.assertEqual(update.resident, (num_references + num_previous) * held['policy'])
+
   def test_programs_of_one_device_are_compiled_for_it(self):
     """Not for the first device here, which may be of another kind than the one to plan for."""
     device = jax.devices()[1]

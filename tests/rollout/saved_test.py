@@ -9,8 +9,10 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
+import numpy as np
 import pytest
 
+from stppo_jax import types
 from stppo_jax.assembly import components
 from stppo_jax.evaluation import sample as sample_lib
 from stppo_jax.rollout import batches as batches_lib
@@ -84,6 +86,21 @@ class ReplayTest(parameterized.TestCase):
         file.write(text)
       with self.assertRaisesRegex(UserError, words):
         saved.read(path, mock.Mock())
+
+  def test_rows_of_one_episode_are_no_group(self):
+    def row(number, segment, group):
+      turn = types.Turn(np.ones(2, np.int32), np.full(2, -1.0, np.float32))
+      episode = types.Episode(types.Task(str(number)), group, np.ones(1, np.int32), [turn])
+      episode.number, episode.segment, episode.whole_score = number, segment, 1.0
+      return episode
+
+    env = mock.Mock(**{'has_rows_of.return_value': True})
+    replay = saved.Replay('folder', None, 2, 8, 4, env, needs_groups=True)
+    for num_rows in 1, 2:
+      alone = [row(i, segment, i) for i in range(4) for segment in range(num_rows)]
+      with self.assertRaisesRegex(UserError, 'no two episodes are of one group'):
+        replay._check('batch', alone)
+      replay._check('batch', [row(i, s, i // 2) for i in range(4) for s in range(num_rows)])
 
   @pytest.mark.slow
   def test_unusable_replays_are_one_line(self):

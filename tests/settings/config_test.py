@@ -152,10 +152,6 @@ class ValidateTest(parameterized.TestCase):
       ),
       ({'algorithm.kl_target': 0.1, 'algorithm.kl_coef': 0.0}, ('kl_target=0.1', '0 stays 0')),
       (
-          {'algorithm.kl_target': 0.1, 'algorithm.kl_horizon': 100.0},
-          ('kl_horizon=100', 'at least 102.4', 'episodes=512'),
-      ),
-      (
           {'algorithm.variant': 'cispo', 'rollout.group_size': 4, 'algorithm.dual_clip': 3.0},
           ('dual_clip=3', "'cispo'", 'dual_clip=0'),
       ),
@@ -182,6 +178,15 @@ class ValidateTest(parameterized.TestCase):
       (
           {'rollout.max_num_gen_batches': 2, 'rollout.group_size': 2},
           ('max_num_gen_batches=2', "variant='st_ppo' compares no groups", 'variant=grpo'),
+      ),
+      (
+          {
+              'rollout.max_num_gen_batches': 2,
+              'rollout.group_size': 2,
+              'algorithm.variant': 'grpo',
+              'algorithm.advantage': 'turn_zscore',
+          },
+          ("advantage='turn_zscore'", 'learns from such groups, too', 'set it to 1'),
       ),
       (
           {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},

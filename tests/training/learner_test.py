@@ -348,9 +348,15 @@ class MakeVariantTest(parameterized.TestCase):
       ({'log.tracker': 'trackio'}, ('log.tracker has no effect without log.project',)),
       ({'rollout.routing_replay': 'old_policy'}, ('routing_replay has no effect',)),
       (
-          {'rollout.replay': 'folder', 'pipeline.staleness': 1},
+          {'rollout.replay': 'folder', 'pipeline.staleness': 1, 'algorithm.old_logp': 'sampler'},
           ('pipeline.staleness has no effect without sampling',),
       ),
+      (
+          {'rollout.replay': 'folder'},
+          ("config.rollout.replay='folder' trains on", 'set --config.algorithm.old_logp=sampler'),
+      ),
+      (ROVER | {'rollout.replay': 'folder'}, ('the policy that sampled them', 'sample new ones')),
+      ({'rollout.replay': 'folder', 'algorithm.rollout_is': 'turn'}, ()),
       (
           {'rollout.top_p': 0.8, 'algorithm.old_logp': 'sampler'},
           ('top_p=0.8, top_k=0', 'starts below 1', 'rollout.top_p=1', 'temperature'),

@@ -659,6 +659,20 @@ class UpdateTest(parameterized.TestCase):
       after_bad, _, _ = advantages_of(bad, **ADAPTIVE, kl_in='reward')
       self.assertEqual(after_bad.kl_coef, np.float32(0.1))
 
+  def test_kl_is_that_of_the_policy_and_not_of_the_sampler(self):
+    """With `top_p` the sampler's log-probs are higher. Here policy and reference are equal."""
+    spec, mesh = make_spec('ppo', **ADAPTIVE, kl_in='reward', old_logp='sampler'), one_device()
+    functions = functions_of(spec, mesh, frozen_reference=True)
+    state = make_state(spec, mesh)
+    frozen = train_state.Frozen(reference=first_state(spec, mesh).actor)
+    batch = annotate(functions, spec, state, jax.device_put(make_batch()), frozen=frozen)
+    cut = batch.replace(old_logp=(batch.policy_logp + 0.2) * batch.action_mask)
+    state, after, metrics = functions.with_advantages(state, cut)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0, atol=1e-6)
+    np.testing.assert_allclose(after.rewards, cut.rewards, atol=1e-6)
+    self.assertLess(state.kl_coef, 0.1)
+    self.assertIsNone(after.policy_logp)
+
   def test_adaptive_kl_averages_over_episodes(self):
     """KL of (.1, .3) and of (.5): .35 over episodes, as in verl, and .3 over tokens.
 
@@ -720,6 +734,20 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(after.actor_opt, before.actor_opt)
     self.assertEqual([metrics['stppo/step_norm'], metrics['actor/skipped']], [0, 0])
     self.assertGreater(metrics['critic/step_norm'], 0)
+
+  @parameterized.parameters(('cispo', 0.2), ('dppo', 1e-3))
+  def test_batch_without_advantages_moves_no_policy(self, variant, clip):
+    spec = make_spec(variant, kl_in='none', entropy_coef=0.0, clip_low=clip, clip_high=clip)
+    spec = dataclasses.replace(spec, actor_optimizer=ADAMW)
+    mesh = one_device()
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    state, metrics, _ = step(functions, spec, make_state(spec, mesh), batch)
+    self.assertGreater(metrics['actor/pg_clipfrac'], 0)
+    before = jax.device_get(state.actor)
+    empty = batch.replace(advantages=jnp.zeros_like(batch.advantages))
+    after, metrics, _ = jax.device_get(step(functions, spec, state, empty))
+    chex.assert_trees_all_equal(after.actor, before)
+    self.assertEqual(metrics['stppo/step_norm'], 0)
 
   def test_tokens_without_advantage_are_not_clipped(self):
     spec = make_spec('st_ppo', **BASE)
