@@ -128,6 +128,17 @@ class TurnText:
     return self.full[:end]
 
 
+def places_of(pieces: Sequence[bytes]) -> tuple[list[int], int]:
+  """Returns where each token begins in the text of all of them, and the length of that text."""
+  decoder = codecs.getincrementaldecoder('utf-8')('replace')
+  places = []
+  length = 0
+  for piece in pieces:
+    places.append(length)
+    length += len(decoder.decode(piece))
+  return places, length + len(decoder.decode(b'', True))
+
+
 @dataclasses.dataclass(eq=False)
 class Choice:
   """One sample of an answer, as far as it is sampled."""
@@ -172,6 +183,7 @@ class Answer:
   events: asyncio.Queue  # (index, tokens, log-probs, finish) as the scheduler emits them
   scorer: Scorer | None = None  # None: the log-probs of sampling are enough
   barred: Collection[str] = ()  # names of offered tools that the answer may not call
+  max_calls: int | None = None  # that the client takes; None: all
 
   @property
   def prompts(self) -> list[list[int]]:
@@ -238,6 +250,7 @@ class Answer:
         action = 'invalid'  # the client gets the text as it is
       elif calls:
         action = 'tool'
+        calls = calls[: self.max_calls]
         chunk.text = content
         chunk.calls = calls
         chunk.finish = 'tool_calls'

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import json
 import re
 import time
@@ -560,7 +559,7 @@ class ChatBody(CompletionBody):
   @pydantic.field_validator('top_logprobs')
   @classmethod
   def _check_top_logprobs(cls, count: int, info: pydantic.ValidationInfo) -> int:
-    if count > 1 and not info.data.get('logprobs'):
+    if count and not info.data.get('logprobs'):
       raise ValueError('needs logprobs=true')
     return count
 
@@ -663,10 +662,9 @@ class TextWriter:
     logp, tops = self._known_scores(chunk)
     if self._body.echo:
       pieces = self._prompt_pieces(chunk)
-      texts = list(map(_decode, pieces))
-      starts = [0, *itertools.accumulate(map(len, texts))]
-      fields['tokens'] = texts + fields['tokens']
-      fields['text_offset'] = starts[:-1] + [starts[-1] + start for start in chunk.starts]
+      places, length = answers.places_of(pieces)
+      fields['tokens'] = [*map(_decode, pieces), *fields['tokens']]
+      fields['text_offset'] = places + [length + start for start in chunk.starts]
     num_shown = len(fields['tokens'])
     fields['token_logprobs'] = logp[-num_shown:]
     if self._body.num_top:

@@ -173,8 +173,9 @@ class Service:
     if session is not None:
       if isinstance(body, api.TextBody) and body.echo:
         raise _invalid('echo', 'is not supported in a session')
-      if body.num_top > 1:
-        raise _invalid(param, 'ask for at most 1 in a session')
+      if body.num_top:
+        most = 1 if isinstance(body, api.TextBody) else 0
+        raise _invalid(param, f'ask for at most {most} in a session')
     is_tempered = body.temperature not in (0, 1) or body.top_p < 1
     if body.num_top and session is None and is_tempered and not self.settings.plain_logp:
       message = (
@@ -294,11 +295,13 @@ class Service:
     form = None
     barred: frozenset[str] = frozenset()
     call_stop: tuple[str, ...] = ()
+    max_calls = None
     if isinstance(body, api.ChatBody) and body.may_call:
       form = tool_calls.make_form(self.tool_form, body.offered_tools)
       barred = body.barred_names
       if not body.parallel_tool_calls:
-        call_stop = form.stop_strings
+        call_stop = form.stop_strings  # a form may write several calls before one
+        max_calls = 1
     end = self._end_of_turn(body, session, grammar)
     stop = end.stop_strings
     if end.skips_thoughts:
@@ -334,7 +337,9 @@ class Service:
       )
       choices.append(answers.Choice(request, plan, text))
     scorer = self._score if session is None and body.wants_scores else None
-    return answers.Answer(choices, body.n, body.stream, form, session, events, scorer, barred)
+    return answers.Answer(
+        choices, body.n, body.stream, form, session, events, scorer, barred, max_calls
+    )
 
   def _end_of_turn(
       self, body: Body, session: sessions.Session | None, grammar: str

@@ -122,6 +122,7 @@ class Segment:
   prompt: list[int]
   tools: str  # JSON of the tools that the prompt describes
   number: int = 0  # position among the segments that were begun
+  stream: int | None = None  # of random numbers; None: `number`
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   ids: list[int] = dataclasses.field(default_factory=list)  # prompt, turns and observations
   messages: list[turns_lib.ReadMessage | RecordedTurn] = dataclasses.field(default_factory=list)
@@ -626,8 +627,9 @@ class Session:
       self.counts[kind] += 1
     segment.is_extended = True
     key = self._key
-    if segment.number:  # the first has the key of the episode, as one that the engine plays
-      key = jax.random.fold_in(key, segment.number)
+    stream = segment.number if segment.stream is None else segment.stream
+    if stream:  # the first has the key of the episode, as one that the engine plays
+      key = jax.random.fold_in(key, stream)
     key_data = np.asarray(jax.random.key_data(key))
     num_turns = len(segment.turns)
     return RequestPlan(ids, key_data, segment, kind, messages, prompt, num_turns)
@@ -642,6 +644,7 @@ class Session:
     assert plan.segment is not None
     with self._lock:
       plan.segment.is_extended = False
+      plan.segment.stream = self._next_number()  # the next attempt is another sample
       if plan.kind:
         self.counts[plan.kind] -= 1
       if not tokens or self._closed:

@@ -576,8 +576,9 @@ class AnswersTest(parameterized.TestCase):
   def test_stream_has_a_delta_per_call(self):
     """As OpenAI's: text, then each call, then the end. Clients read one of them per delta."""
     calls = [tool_calls.Call('search', {'query': query}) for query in 'ab']
+    asked = {**ASKED, 'tools': [SEARCH], 'parallel_tool_calls': True, 'stream': True, 'n': 2}
     with mock.patch.object(tool_calls.Tags, 'parse', return_value=('Hm', tuple(calls))):
-      chunks = events(post(self.server, {**ASKED, 'tools': [SEARCH], 'stream': True, 'n': 2}))
+      chunks = events(post(self.server, asked))
     for number in range(2):
       mine = [c for x in chunks for c in x['choices'] if c['index'] == number]
       deltas = [c['delta'] for c in mine]
@@ -589,6 +590,31 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(names, ['a', 'b'])
       self.assertEqual(deltas[1:], [{}, {}, {}])
       self.assertEqual([c['finish_reason'] for c in mine], [None, None, None, 'tool_calls'])
+
+  @parameterized.parameters(False, True)
+  def test_client_of_one_call_gets_one(self, stream):
+    """A form may write several calls before the stop string that ends the first one."""
+    calls = [tool_calls.Call('search', {'query': query}) for query in 'ab']
+    session = self.server.app.service.open_session(jax.random.key(0), sessions.Sampling())
+    path = f'/s/{session.name}/v1/chat/completions'
+    asked = {**ASKED, 'tools': [SEARCH], 'parallel_tool_calls': False, 'stream': stream}
+    with mock.patch.object(tool_calls.Tags, 'parse', return_value=('Hm', tuple(calls))):
+      answer = post(self.server, asked, path)
+    if stream:
+      deltas = [choice['delta'] for chunk in events(answer) for choice in chunk['choices']]
+      message = {
+          'role': 'assistant',
+          'content': deltas[0]['content'],
+          'tool_calls': [call for delta in deltas for call in delta.get('tool_calls', ())],
+      }
+    else:
+      message = answer.json()['choices'][0]['message']
+    (call,) = message['tool_calls']
+    self.assertEqual(json.loads(call['function']['arguments']), {'query': 'a'})
+    result = {'role': 'tool', 'tool_call_id': call['id'], 'content': 'Paris'}
+    asked['messages'] = [*ASKED['messages'], message, result]
+    post(self.server, asked, path)
+    self.assertEqual(session.num_segments, 1)  # the row goes on
 
   def test_tools_stay_in_prompt_without_choice(self):
     template = self.server.app.service.template

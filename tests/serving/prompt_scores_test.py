@@ -61,6 +61,16 @@ class PromptScoresTest(parameterized.TestCase):
     self.assertIsNone(scores['token_logprobs'][0])
     self.assertIsNone(scores['top_logprobs'][0])
 
+  def test_offsets_of_characters_that_tokens_split(self):
+    asked = {'echo': True, 'logprobs': 1, 'max_tokens': 2, 'temperature': 0}
+    (choice,) = self.ask(prompt='法国 café 😀?', **asked)
+    text, found = choice['text'], choice['logprobs']
+    self.assertIn('\ufffd', ''.join(found['tokens']))  # a token that is a part of a character
+    for start, token in zip(found['text_offset'], found['tokens']):
+      self.assertLessEqual(start, len(text))
+      if '\ufffd' not in token:
+        self.assertStartsWith(text[start:], token)
+
   @parameterized.parameters(0, 2)
   def test_echoed_text_is_that_of_the_tokens(self, max_tokens):
     asked = {'echo': True, 'logprobs': 5, 'max_tokens': max_tokens, 'temperature': 0}
@@ -127,6 +137,10 @@ class PromptScoresTest(parameterized.TestCase):
     for fields in ({'echo': True}, {'logprobs': 2}):
       answer = gateway_test.post(self.server, {'prompt': QUESTION} | fields, path)
       self.assertEqual((answer.status_code, 'session' in answer.text), (400, True))
+    path = path.replace('completions', 'chat/completions')
+    asked = gateway_test.ASKED | {'logprobs': True, 'top_logprobs': 1}
+    answer = gateway_test.post(self.server, asked, path)
+    self.assertEqual((answer.status_code, 'at most 0 in a session' in answer.text), (400, True))
 
   def test_cut_distribution_has_no_likeliest_tokens(self):
     with gateway_test.running(logprobs_mode='processed_logprobs') as server:

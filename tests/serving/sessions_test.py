@@ -125,6 +125,18 @@ class SessionTest(absltest.TestCase):
       np.testing.assert_array_equal(plan.key, plans[i].key)  # a segment keeps its own
     self.assertLen({plan.key.tobytes() for plan in plans}, 3)
 
+  def test_turn_that_was_given_up_is_another_sample_the_next_time(self):
+    said = {'role': 'assistant', 'content': ''}
+    self.session.record(self.session.plan_prompt([1, 2]), [7], [-0.5], [said])
+    later = []
+    for _ in range(3):
+      later.append(self.session.plan_prompt([1, 2, 7, 9]))
+      self.session.abandon(later[-1])
+    self.assertEqual(
+        [(plan.ids, plan.segment) for plan in later], 3 * [([1, 2, 7, 9], later[0].segment)]
+    )
+    self.assertLen({plan.key.tobytes() for plan in later}, 3)
+
   def test_closed_session_accepts_nothing(self):
     plan = self.session.plan_prompt([1])
     self.session.close()
