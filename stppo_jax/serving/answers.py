@@ -25,7 +25,7 @@ from stppo_jax.serving import sessions
 from stppo_jax.text import tool_calls
 
 _FAILURES = {
-    'cancelled': (503, 'the server stops, or the session has ended'),
+    'cancelled': (503, 'the server stops, the session has ended, or it has gone on without this'),
     'grammar': (
         400,
         'the schema is not supported: no answer could follow it to its end. Use a smaller one, or '
@@ -152,6 +152,15 @@ class Choice:
   num_sent_chars: int = 0
   is_over: bool = False
 
+  def sent(self) -> tuple[list[int], list[float]]:
+    """Returns the tokens that the client can have, and their log-probs."""
+    end = self.num_sent
+    return self.tokens[:end], self.logp[:end]
+
+  def cancel(self) -> None:
+    """Ends the request."""
+    self.request.cancelled = True
+
   def take_chunk(self, index: int, finish: str | None) -> Chunk:
     """Returns the content that was not sent yet."""
     text = self.text.shown[self.num_sent_chars :]
@@ -232,10 +241,9 @@ class Answer:
   def close(self) -> None:
     """Cancels the choices in progress."""
     for choice in self.choices:
-      choice.request.cancelled = True
+      choice.cancel()
       if self.session is not None and not choice.is_over:
-        end = choice.num_sent  # the client cannot have more
-        self.session.abandon(choice.plan, choice.tokens[:end], choice.logp[:end])
+        self.session.abandon(choice.plan, *choice.sent())
 
   def _finish(self, choice: Choice, chunk: Chunk) -> None:
     """Parses the calls of a turn that has ended, and records it."""

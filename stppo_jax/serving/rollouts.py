@@ -229,6 +229,8 @@ class ProgramAgent(agent_lib.Agent):
         run.timed_out = time.monotonic() > deadline
         if run.timed_out or programs_over.is_set():
           break
+      if is_done:
+        run.session.leave_streams()
       if is_done and process is not None:
         result = process.result()
         if result.reward is not None:

@@ -335,7 +335,10 @@ class Service:
           body.stop or (),
           body.include_stop_str_in_output,
       )
-      choices.append(answers.Choice(request, plan, text))
+      choice = answers.Choice(request, plan, text)
+      choices.append(choice)
+      if session is not None and body.stream and form is None:  # a call is sent as a whole
+        session.follow(plan, choice.sent, choice.cancel)
     scorer = self._score if session is None and body.wants_scores else None
     return answers.Answer(
         choices, body.n, body.stream, form, session, events, scorer, barred, max_calls

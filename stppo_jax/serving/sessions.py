@@ -295,6 +295,17 @@ class _UnfinishedTurn:
     return kept
 
 
+@dataclasses.dataclass(eq=False)
+class _Stream:
+  """A streamed turn. Only the client's next request tells which part of it the client has read."""
+
+  plan: RequestPlan
+  sent: Callable[[], tuple[list[int], list[float]]]  # tokens that the client can have, log-probs
+  cancel: Callable[[], None]
+  turn: types.Turn | None = None  # None: it is in progress
+  is_left: bool = False  # in progress, and nothing more of it is recorded
+
+
 class Session:
   """The recorded turns of one client. Safe to use from several threads."""
 
@@ -321,6 +332,7 @@ class Session:
     self._unfinished: collections.deque[_UnfinishedTurn] = collections.deque(
         maxlen=recording.max_rows
     )
+    self._streams: collections.deque[_Stream] = collections.deque(maxlen=recording.max_rows)
     self._last_plan: RequestPlan | None = None  # the last turn has it, recorded or not
     self._last_text = ''  # text of that turn
     self._num_begun = 0  # segments, of which some may never end a turn
@@ -400,7 +412,8 @@ class Session:
     decode = self._template.tokenizer.decode
     with self._open():
       best, prefix = self._longest_of_chat(read, written, agent)
-      if self._adopt(written, prefix, lambda turn: turn.end_in_chat(read, keeps, decode)):
+      find_end = lambda turn: turn.end_in_chat(read, keeps, decode)
+      if self._recover(written, prefix, find_end):
         best, prefix = self._longest_of_chat(read, written, agent)
       for turn in prefix.lacks_thoughts:
         self.counts['thoughts_kept'] += not turn.thoughts_kept
@@ -441,7 +454,7 @@ class Session:
     decode = self._template.tokenizer.decode
     with self._open():
       best, prefix = self._longest_of_prompt(prompt, agent)
-      if self._adopt(_PLAIN, prefix, lambda turn: turn.end_in_prompt(prompt, decode)):
+      if self._recover(_PLAIN, prefix, lambda turn: turn.end_in_prompt(prompt, decode)):
         best, prefix = self._longest_of_prompt(prompt, agent)
       ids: list[int] = []
       new = prompt
@@ -641,18 +654,62 @@ class Session:
 
     They become a turn when the client sends their text back. Until then the turn is unrecorded.
     """
-    assert plan.segment is not None
     with self._lock:
-      plan.segment.is_extended = False
-      plan.segment.stream = self._next_number()  # the next attempt is another sample
-      if plan.kind:
-        self.counts[plan.kind] -= 1
-      if not tokens or self._closed:
-        return
-      text = self._template.tokenizer.decode(tokens)
-      self._unfinished.append(_UnfinishedTurn(plan, list(tokens), list(logp), text))
-      self.counts['unrecorded'] += 1
-      self._show(plan, tokens)
+      stream = self._stream_of(plan)
+      if stream is not None:
+        if stream.is_left:
+          return
+        self._streams.remove(stream)
+      self._abandon(plan, tokens, logp)
+
+  def follow(
+      self,
+      plan: RequestPlan,
+      sent: Callable[[], tuple[list[int], list[float]]],
+      cancel: Callable[[], None],
+  ) -> None:
+    """Notes that the turn of a request is streamed.
+
+    A program may stop reading and leave the connection open, or read more slowly than the turn is
+    sampled. So the turn ends where a later request has it end.
+
+    Args:
+      plan: of the request.
+      sent: returns the tokens that were sent so far, and their log-probs.
+      cancel: ends the request.
+    """
+    with self._lock:
+      self._streams.append(_Stream(plan, sent, cancel))
+
+  def leave_streams(self) -> None:
+    """Abandons the turns that are still streamed, because the program has ended."""
+    with self._lock:
+      for stream in list(self._streams):
+        if stream.turn is None:
+          self._leave(stream)
+
+  def _stream_of(self, plan: RequestPlan) -> _Stream | None:
+    return next((stream for stream in self._streams if stream.plan is plan), None)
+
+  def _leave(self, stream: _Stream) -> None:
+    """Ends a stream in progress. What the client may have got of it is an unfinished turn."""
+    stream.is_left = True
+    stream.cancel()
+    self._abandon(stream.plan, *stream.sent())
+
+  def _abandon(self, plan: RequestPlan, tokens: Sequence[int], logp: Sequence[float]) -> None:
+    segment = plan.segment
+    assert segment is not None
+    segment.is_extended = False
+    segment.stream = self._next_number()  # the next attempt is another sample
+    if plan.kind:
+      self.counts[plan.kind] -= 1
+    if not tokens or self._closed:
+      return
+    text = self._template.tokenizer.decode(tokens)
+    self._unfinished.append(_UnfinishedTurn(plan, list(tokens), list(logp), text))
+    self.counts['unrecorded'] += 1
+    self._show(plan, tokens)
     logging.log_first_n(
         logging.WARNING,
         'a program ended the stream of a turn early: the turn is recorded only if a later request '
@@ -660,14 +717,75 @@ class Session:
         1,
     )
 
-  def _adopt(
-      self, tools: str, prefix: Prefix, find_end: Callable[['_UnfinishedTurn'], int]
+  def _recover(
+      self, tools: str, prefix: Prefix, find_end: Callable[[_UnfinishedTurn], int]
   ) -> bool:
-    """Records the unfinished turns that a request shows, and returns whether there are some.
+    """Records what a request shows of turns that the client has left, and returns whether it does.
 
-    An unfinished turn must surpass the `prefix` of the recorded ones. `find_end` returns
-    the number of tokens that the client has kept.
+    Such a turn must surpass the `prefix` of the recorded ones. `find_end` returns the number of
+    tokens that the client has kept.
     """
+    is_shorter = self._end_stream(tools, prefix, find_end)
+    return self._adopt(tools, prefix, find_end) or is_shorter
+
+  def _end_stream(
+      self, tools: str, prefix: Prefix, find_end: Callable[[_UnfinishedTurn], int]
+  ) -> bool:
+    """Ends the streamed turn of which a request has a part; returns whether it was recorded."""
+    decode = self._template.tokenizer.decode
+    for stream in reversed(list(self._streams)):
+      turn = stream.turn
+      segment = stream.plan.segment
+      assert segment is not None
+      if turn is not None and segment.turns[-1] is not turn:
+        self._streams.remove(stream)  # another turn follows it
+        continue
+      if stream.is_left or segment.tools != tools:
+        continue
+      tokens, logp = stream.sent() if turn is None else (turn.tokens.tolist(), turn.logp.tolist())
+      end = find_end(_UnfinishedTurn(stream.plan, tokens, logp, decode(tokens)))
+      if not end or self._is_known(stream.plan, tokens[:end], prefix):
+        continue
+      if turn is None:
+        self._leave(stream)
+        return False
+      if not segment.is_extended:
+        self._shorten(stream.plan, turn, end)
+        self._streams.remove(stream)
+        return True
+    return False
+
+  def _is_known(self, plan: RequestPlan, tokens: Sequence[int], prefix: Prefix) -> bool:
+    """Whether the recorded turns reach as far into a request as a turn with these tokens."""
+    if plan.messages:
+      return prefix.size > len(plan.messages) and not prefix.rest
+    kept = self._template.tokenizer.decode(tokens) if isinstance(plan.prompt, str) else tokens
+    return prefix.size >= len(plan.prompt) + len(kept)
+
+  def _shorten(self, plan: RequestPlan, turn: types.Turn, end: int) -> None:
+    """Cuts the last turn of a segment to its first `end` tokens."""
+    segment = plan.segment
+    assert segment is not None
+    del segment.ids[len(segment.ids) - len(turn.tokens) + end :]
+    turn.tokens = turn.tokens[:end]
+    turn.logp = turn.logp[:end]
+    tokens = turn.tokens.tolist()
+    text = self._template.tokenizer.decode(tokens)
+    if segment.tools == _PLAIN:
+      segment.texts.pop()
+      start = segment.ends[-2][1] if len(segment.ends) > 1 else 0
+      segment.texts.append(self._plain_turn(plan, plan.ids[start:], tokens, text))
+    said = turns_lib.ReadMessage({'role': 'assistant', 'content': text})
+    self._index.add([said], segment)
+    segment.messages[-1] = RecordedTurn([said], self._text_of(plan, tokens))
+    segment.ends[-1] = (len(segment.messages), len(segment.ids))
+    segment.num_cut -= segment.ends_cut
+    segment.ends_cut = False
+    if self._last_plan is plan:
+      self._show(plan, tokens)
+
+  def _adopt(self, tools: str, prefix: Prefix, find_end: Callable[[_UnfinishedTurn], int]) -> bool:
+    """Records the unfinished turns that a request shows, see `_recover`."""
     adopts = False
     for turn in list(self._unfinished):
       plan = turn.plan
@@ -675,13 +793,7 @@ class Session:
       assert segment is not None
       end = find_end(turn) if segment.tools == tools else 0
       tokens = turn.tokens[:end]
-      text = self._template.tokenizer.decode(tokens)
-      if plan.messages:
-        is_known = prefix.size > len(plan.messages) and not prefix.rest
-      else:
-        kept = text if isinstance(plan.prompt, str) else tokens
-        is_known = prefix.size >= len(plan.prompt) + len(kept)
-      if not end or is_known:
+      if not end or self._is_known(plan, tokens, prefix):
         continue
       adopts = True
       if segment.is_extended or len(segment.turns) > plan.num_turns:  # by another request
@@ -690,7 +802,7 @@ class Session:
         self.counts[plan.kind] += 1
       self._unfinished.remove(turn)
       self.counts['unrecorded'] -= 1
-      said = {'role': 'assistant', 'content': text}
+      said = {'role': 'assistant', 'content': self._template.tokenizer.decode(tokens)}
       self._record(plan, tokens, turn.logp[:end], [said])
     return adopts
 
@@ -709,7 +821,13 @@ class Session:
     Returns None for a turn that is not recorded, because the session has too many rows.
     """
     with self._open():
-      return self._record(plan, tokens, logp, answers, was_cut, action, text)
+      stream = self._stream_of(plan)
+      if stream is not None and stream.is_left:
+        return None
+      number = self._record(plan, tokens, logp, answers, was_cut, action, text)
+      if stream is not None and number is not None:
+        stream.turn = self._turns[-1]
+      return number
 
   def _record(
       self,
@@ -757,11 +875,16 @@ class Session:
 
   def _show(self, plan: RequestPlan, tokens: tokenizer_lib.Ids) -> None:
     """Keeps the last turn, which a reward reads."""
-    tokenizer = self._template.tokenizer
-    self._last_text = tokenizer.opening(plan.ids)
-    if len(tokens):
-      self._last_text += episode_lib.action_text(tokenizer, np.asarray(tokens))
+    self._last_text = self._text_of(plan, tokens)
     self._last_plan = plan
+
+  def _text_of(self, plan: RequestPlan, tokens: tokenizer_lib.Ids) -> str:
+    """Returns a turn as an environment reads it."""
+    tokenizer = self._template.tokenizer
+    text = tokenizer.opening(plan.ids)
+    if len(tokens):
+      text += episode_lib.action_text(tokenizer, np.asarray(tokens))
+    return text
 
   def _text_before(self, plan: RequestPlan) -> str:
     """Returns the text between a conversation's prompt and its next turn."""

@@ -29,6 +29,7 @@ from stppo_jax.net import http_server
 from stppo_jax.serving import server as server_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.text import thoughts
 from tests.support import scripted_gateway
 from tests.support import tiny_tokenizer
 from tests.support.processes import wait_for
@@ -213,8 +214,8 @@ class Program:
       fields['stop'] = [STOP]
     if self.rng.random() < 0.15:
       fields['n'] = 2
-    kind = self.rng.choice(('whole', 'whole', 'whole', 'stream', 'cancel', 'leave'))
-    if kind == 'leave' and (self.has_tools or 'n' in fields):
+    kind = self.rng.choice(('whole', 'whole', 'whole', 'stream', 'cancel', 'leave', 'stay'))
+    if kind in ('leave', 'stay') and (self.has_tools or 'n' in fields):
       kind = 'stream'  # a turn that may be a call comes at once
     self.counts[kind] += 1
     getattr(self, f'ask_{kind}')(old, messages, fields)
@@ -360,43 +361,65 @@ class Program:
 
   def ask_leave(self, old, messages, fields):
     """The client ends the stream after some text, and continues with this text."""
+    self._read_a_part(old, messages, fields, closes=True)
+
+  def ask_stay(self, old, messages, fields):
+    """The client stops reading, leaves the stream open, and continues with what it has read."""
+    self._read_a_part(old, messages, fields, closes=False)
+
+  def _read_a_part(self, old, messages, fields, closes):
     before = len(self.decoder.answers)
-    self.decoder.pauses_after = self.rng.randrange(2, 5)
+    pauses_after = self.rng.randrange(2, 5)
+    if not closes and self.rng.random() < 0.5:
+      pauses_after = 1_000  # the whole turn is sampled, and the client reads more slowly
+    self.decoder.pauses_after = pauses_after
     text = ''
     num_tokens = 0
-    with self.post_stream({**fields, 'return_token_ids': True}) as response:
-      for choice in self.choices(response):
+    with contextlib.ExitStack() as stack:
+      stack.callback(wait_for, self.is_quiet)  # after the connection is closed
+      response = stack.enter_context(self.post_stream({**fields, 'return_token_ids': True}))
+      choices = self.choices(response)  # without a name it would close the connection
+      for choice in choices:
         text += choice['delta'].get('content') or ''
         num_tokens += len(choice['token_ids'])
-        is_paused = num_tokens >= 2 * self.decoder.pauses_after
+        is_paused = num_tokens >= 2 * pauses_after
         if is_paused or choice['finish_reason'] or (text.strip() and self.rng.random() < 0.4):
           break
-    self.decoder.pauses_after = None
-    wait_for(self.is_quiet)
-    (answer,) = self.decoder.answers[before:]
-    self.check_match(old, answer)
-    if self.is_recorded(answer):
-      self.place(old, answer)
-      self.counts['left too late'] += 1
-      return
-    ends = [
-        end
-        for end in range(1, len(answer.tokens) + 1)
-        if self.tokenizer.decode(answer.tokens[:end]) == text
-    ]
-    if not ends or not text.strip():
-      return
-    kept = Answer(answer.request, answer.tokens[: ends[0]], answer.logp[: ends[0]], None, True)
-    kept.parent = old.answer
-    said = [*messages, {'role': 'assistant', 'content': text}]
-    if self.rng.random() < 0.8:
-      later = State(said, kept)
+      (answer,) = self.decoder.answers[before:]
+      self.decoder.pauses_after = None
+      if closes:
+        stack.close()
+        wait_for(self.is_quiet)
+      elif len(answer.tokens) <= 2 * pauses_after:  # it ends, although nobody reads it
+        wait_for(lambda: self.is_recorded(answer))
+      self.check_match(old, answer)
+      is_recorded = self.is_recorded(answer)
+      if is_recorded:
+        self.place(old, answer)
+        self.counts['left too late'] += 1
+        whole = self.tokenizer.decode([t for t in answer.tokens if t != self.tokenizer.eos_ids[0]])
+        is_whole = whole.split() == text.split() or not thoughts.outside(text).strip()
+        if 'stop' in fields or is_whole:  # a turn may come back without its thought
+          return
+      texts = [self.tokenizer.decode(answer.tokens[: n + 1]) for n in range(len(answer.tokens))]
+      if text not in texts or not text.strip():
+        return
+      if self.rng.random() < 0.2:
+        self.counts['lost'] += 1
+        return
+      end = texts.index(text) + 1
+      kept = Answer(answer.request, answer.tokens[:end], answer.logp[:end], None, True)
+      kept.parent = old.answer
+      if is_recorded:
+        kept = answer
+        answer.tokens = answer.tokens[:end]
+        answer.logp = answer.logp[:end]
+      later = State([*messages, {'role': 'assistant', 'content': text}], kept)
       new = self.extend(later)
-      self.place(old, kept)  # when it comes back
-      self.counts['adopted'] += 1
+      if not is_recorded:
+        self.place(old, kept)  # when it comes back
+      self.counts['cut' if is_recorded else 'adopted' if closes else 'ended'] += 1
       self.ask_whole(later, new, {**fields, 'messages': new, 'max_tokens': 400})
-    else:
-      self.counts['lost'] += 1
 
   @contextlib.contextmanager
   def post_stream(self, fields):
@@ -457,7 +480,8 @@ class MachineTest(parameterized.TestCase):
         num_deep += program.deepest_match >= 2
     num_programs = len(seeds) * len(TEMPLATES)
     print(f'{num_programs} programs, {num_deep} past the first check; {dict(counts)}')
-    self.assertGreater(counts['adopted'], 0)
+    for name in ('adopted', 'ended', 'cut'):
+      self.assertGreater(counts[name], 0, name)
     self.assertGreater(num_deep, 0.9 * num_programs)
 
   def test_rows_of_random_programs(self):

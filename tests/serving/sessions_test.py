@@ -402,6 +402,90 @@ class ChatSessionTest(parameterized.TestCase):
     self.assertEqual(self.session.counts['unrecorded'], 0)
     self.assertEqual(self.session.counts['conversations'], 1)
 
+  def stream(self, plan, tokens):
+    """A streamed request of which `tokens` were sent. Returns what is called to cancel it."""
+    cancel = mock.Mock()
+    self.session.follow(plan, lambda: (tokens, [-0.1 * i for i in range(len(tokens))]), cancel)
+    return cancel
+
+  @parameterized.product(kept=(1, 3, 8), is_recorded=(False, True))
+  def test_stream_ends_where_the_next_request_has_it_end(self, kept, is_recorded):
+    """A program stops reading and leaves the stream open, or reads slowly."""
+    before = self.turn([ask('q')], 'a') + [ask('r')]
+    plan = self.session.plan(before)
+    tokens = self.tokenizer.encode('Paris is the capital of France')
+    logp = [-0.1 * number for number in range(len(tokens))]
+    cancel = self.stream(plan, tokens)
+    if is_recorded:
+      whole = say(self.tokenizer.decode(tokens))
+      self.session.record(plan, tokens, logp, [whole], was_cut=True)
+    text = self.tokenizer.decode(tokens[:kept])
+    self.turn([*before, say(text), ask('go on')], 'It is.')
+    if not is_recorded:
+      cancel.assert_called_once()
+      self.assertIsNone(self.session.record(plan, tokens, logp, [say('whole')]))
+      self.session.abandon(plan, tokens, logp)
+    (row,) = self.session.episodes(None, 0)
+    self.assertLen(row.turns, 3)
+    self.assertEqual(row.turns[1].tokens.tolist(), tokens[:kept])
+    np.testing.assert_array_equal(row.turns[1].logp, np.float32(logp[:kept]))
+    self.assertStartsWith(self.session.transcript, f'ar{text}')
+    counts = {name: count for name, count in self.session.counts.items() if count}
+    self.assertEqual(counts, {'conversations': 1})
+
+  @parameterized.product(kind=(str, list), is_recorded=(False, True))
+  def test_stream_of_prompt_ends_where_the_next_one_has_it_end(self, kind, is_recorded):
+    tokens = self.tokenizer.encode('Paris is the capital')
+    prompt = 'which?' if kind is str else self.tokenizer.encode('which?')
+    plan = self.session.plan_prompt(prompt)
+    self.stream(plan, tokens)
+    if is_recorded:
+      self.session.record(plan, tokens, [-0.5] * len(tokens), [say('')])
+    kept = tokens[:4]
+    begun = prompt + self.tokenizer.decode(kept) if kind is str else [*prompt, *kept]
+    end = '#!' if kind is str else self.tokenizer.encode('#!')
+    later = self.session.plan_prompt(begun + end)
+    self.assertEqual(later.ids, [*plan.ids, *kept, *self.tokenizer.encode('#!')])
+    self.session.record(later, [5], [-0.5], [say('')])
+    (row,) = self.session.episodes(None, 0)
+    self.assertEqual(row.turns[0].tokens.tolist(), kept)
+    self.assertLen(row.turns, 2)
+
+  def test_stream_that_came_back_whole_cuts_no_other_one(self):
+    """Two samples, of which one begins with the other."""
+    plans = [self.session.plan([ask('q')])]
+    plans.append(self.session.fork(plans[0]))
+    texts = ['Paris is', 'Paris']
+    for plan, text in zip(plans, texts):
+      tokens = self.tokenizer.encode(text)
+      self.stream(plan, tokens)
+      self.session.record(plan, tokens, [-0.5] * len(tokens), [say(text)])
+    for text in texts:
+      self.turn([ask('q'), say(text), ask('go on')], 'It is.')
+    rows = self.session.episodes(None, 0)
+    found = [self.tokenizer.decode(row.turns[0].tokens) for row in rows]
+    self.assertCountEqual(found, texts)
+    self.assertEqual(self.num_turns_of_rows(), [2, 2])
+
+  def test_stream_with_a_turn_after_it_stays_whole(self):
+    plan = self.session.plan([ask('q')])
+    tokens = self.tokenizer.encode('Paris is')
+    self.stream(plan, tokens)
+    self.session.record(plan, tokens, [-0.5] * len(tokens), [say('Paris is')])
+    self.turn([ask('q'), say('Paris is'), ask('go on')], 'It is.')
+    self.turn([ask('q'), say('Paris'), ask('go on')], 'It is.')
+    self.assertEqual(self.num_turns_of_rows(), [2, 1])
+    self.assertEqual(self.session.counts['rewritten'], 1)
+
+  def test_stream_in_progress_is_last_text_of_a_program_that_has_ended(self):
+    plan = self.session.plan([ask('q')])
+    tokens = self.tokenizer.encode('<answer> Paris </answer>')
+    cancel = self.stream(plan, tokens)
+    self.session.leave_streams()
+    cancel.assert_called_once()
+    self.assertEqual(self.session.last_text, '<answer> Paris </answer>')
+    self.assertEqual(self.session.counts['unrecorded'], 1)
+
   def test_ended_stream_after_retry_is_not_recorded(self):
     """The row holds the answer that the client has used, although both begin with one text."""
     plan = self.session.plan([ask('q')])

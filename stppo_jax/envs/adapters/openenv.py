@@ -189,7 +189,7 @@ class OpenEnvEnv(SessionEnv):
   def _text(self, observation):
     if not isinstance(observation, dict):
       return '' if observation is None else str(observation)
-    shown = observation
+    shown: Any = observation
     if self.observation_field:
       shown = observation.get(self.observation_field, '')
     else:
