@@ -34,7 +34,7 @@ _LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</informatio
 _ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
 _WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
-_LETTER = '[0-9a-z\u00df-\u058f]'  # of scripts whose words stand apart: Latin, Greek, Cyrillic
+_LETTER = '[0-9a-z\u00df-\u058f]'  # in scripts whose words stand apart: Latin, Greek, Cyrillic
 _NO_WIDTH = dict.fromkeys((0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF))
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
@@ -217,7 +217,7 @@ def _sub_em(answer, golds):
     return 1.0
   spelled = numerals.spell_signs(answer)
   words = f' {normalize_answer(spelled)} '
-  parts = normalize_answer(re.sub('[-/]', ' ', spelled))  # of words such as `Paris-based`
+  parts = normalize_answer(re.sub('[-/]', ' ', spelled))  # from words such as `Paris-based`
   numbers = set(numerals.numbers_in(answer))
   for gold in golds:
     if _differs_in_groups(answer, gold):

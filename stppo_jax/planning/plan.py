@@ -256,10 +256,11 @@ def _held(config, sampler, state, frozen):
       'policy': policy,
       'critic': (frozen.critic, state.critic),
       'optimizers': (state.actor_opt, state.critic_opt),
-      'previous policy': state.previous_actor,
       'reference policy': frozen.reference,
       'teacher': frozen.teacher,
   }
+  if state.previous_actor is not None:
+    trees['previous policy'] = state.previous_actor
   held = {}
   held_on_host = {}
   for name, tree in trees.items():

@@ -84,7 +84,8 @@ def training(
   num_steps = train.episodes // train.mini_batch
   trips = plan.rows_per_step // train.micro_batch
   # The policy before the last update is kept until this one has ended (Learners._train).
-  kept = held['teacher'] + held['previous policy'] + sampling_bytes
+  previous = held.get('previous policy', 0)
+  kept = held['teacher'] + previous + sampling_bytes
   reads_reference = 'reference_kl' in spec.variant.needs  # an argument then
 
   @functools.cache
@@ -110,7 +111,7 @@ def training(
       name='annotate',
       unit=f'log-probs and values of {plan.num_rows} rows {micro}',
       runs=1,
-      resident=held['optimizers'] + 2 * held['previous policy'] + sampling_bytes,
+      resident=held['optimizers'] + 2 * previous + sampling_bytes,
       trace=trace_annotate,
       trips=trips,
   )
@@ -133,7 +134,7 @@ def sampling(plan: Any, params: decoder.Params) -> Iterator[CompiledProgram]:
   chunks = -(-lengths.max_prompt // chunk) + (turns - 1) * observation_chunks
   cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
-  training_state = held['critic'] + held['optimizers'] + held['previous policy']
+  training_state = held['critic'] + held['optimizers'] + held.get('previous policy', 0)
   training_state += bytes_ahead(plan)
   training_state += held['reference policy'] + held['teacher']
   others = training_state + held['policy']

@@ -122,7 +122,7 @@ class Segment:
   prompt: list[int]
   tools: str  # JSON of the tools that the prompt describes
   number: int = 0  # position among the segments that were begun
-  stream: int | None = None  # of random numbers; None: `number`
+  stream: int | None = None  # for its random numbers; None: `number`
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   ids: list[int] = dataclasses.field(default_factory=list)  # prompt, turns and observations
   messages: list[turns_lib.ReadMessage | RecordedTurn] = dataclasses.field(default_factory=list)
