@@ -149,7 +149,7 @@ class SetReader:
       raise ValueError(f'column {layout.before!r} is {shown(before)}: a text is needed')
     if isinstance(before, str) and before.strip():
       before = before.strip()
-      if before.endswith(text):
+      if re.search(rf'(?<!\w){re.escape(text)}\Z', before):
         text = before
       elif before not in text:
         text = f'{before}\n{text}'

@@ -133,6 +133,9 @@ def claim(
       _check_same_run(workdir, config_there, record, may_change, accepts_changes)
       if 'train_questions' in config_there:
         record['train_questions'] = config_there['train_questions']
+    there, here = flatten(_settings(next(filter(None, saved)))), flatten(_settings(record))
+    for text in _different((*_PARTS, 'teacher.model'), there, here).values():
+      logging.warning('the run continues with another %s', text)
   if not is_bucket(checkpoints):
     os.makedirs(checkpoints, exist_ok=True)
   for folder in (workdir, checkpoints):
@@ -156,9 +159,6 @@ def _check_same_run(workdir, saved, record, may_change, accepts_changes):
   there = flatten(_settings(saved))
   here = flatten(_settings(record))
   different = _different(here.keys() | there.keys(), there, here)
-  for name in (*_PARTS, 'teacher.model'):
-    if name in different:
-      logging.warning('the run continues with another %s', different[name])
   if texts := [text for name, text in different.items() if name not in may_change]:
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with another config: {enumerate_first(texts)}. '

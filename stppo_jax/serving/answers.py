@@ -25,7 +25,10 @@ from stppo_jax.serving import sessions
 from stppo_jax.text import tool_calls
 
 _FAILURES = {
-    'cancelled': (503, 'the server stops, the session has ended, or it has gone on without this'),
+    'cancelled': (
+        503,
+        'the server stops, the session has ended, or a later request has a part of it',
+    ),
     'grammar': (
         400,
         'the schema is not supported: no answer could follow it to its end. Use a smaller one, or '
@@ -192,7 +195,7 @@ class Answer:
   events: asyncio.Queue  # (index, tokens, log-probs, finish) as the scheduler emits them
   scorer: Scorer | None = None  # None: the log-probs of sampling are enough
   barred: Collection[str] = ()  # names of offered tools that the answer may not call
-  max_calls: int | None = None  # that the client takes; None: all
+  max_calls: int | None = None  # calls in an answer; None: any number
 
   @property
   def prompts(self) -> list[list[int]]:

@@ -601,6 +601,7 @@ class UserColumnsTest(_FileTest):
   @parameterized.parameters(
       ('She asked: Why? He said: rain.', 'Why?', 'She asked: Why? He said: rain.\nWhy?'),
       ('He fell because of the ice.', 'cause', 'He fell because of the ice.\ncause'),
+      ('He fell just because', 'cause', 'He fell just because\ncause'),
       ('Ann has 3 cats. How many?', 'How many?', 'Ann has 3 cats. How many?'),
       ('Ann has 3 cats.', 'Ann has 3 cats. How many?', 'Ann has 3 cats. How many?'),
   )

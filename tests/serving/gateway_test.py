@@ -614,7 +614,7 @@ class AnswersTest(parameterized.TestCase):
     result = {'role': 'tool', 'tool_call_id': call['id'], 'content': 'Paris'}
     asked['messages'] = [*ASKED['messages'], message, result]
     post(self.server, asked, path)
-    self.assertEqual(session.num_segments, 1)  # the row goes on
+    self.assertEqual(session.num_segments, 1)  # the second turn continues the row
 
   def test_tools_stay_in_prompt_without_choice(self):
     template = self.server.app.service.template

@@ -42,6 +42,8 @@ class GemEnv(packages.PackageEnv):
   ):
     del task, frame, stop_strings  # `reset` gets the seed, and `attributes` reads the other two
     self._env = self.construct(**options)
+    constants = packages.import_package(self.kind, 'gem.utils.constants', 'gem')
+    self._terminal_state = constants.TERMINAL_STATE
     if hasattr(self._env, 'dataset') or hasattr(self._env, 'ds'):
       logging.log_first_n(logging.WARNING, _SHARED, 1, self.kind)
 
@@ -60,8 +62,7 @@ class GemEnv(packages.PackageEnv):
     self._total_reward += reward
     has_won = terminated and self._total_reward > 1 - 1e-6
     # Questions of one turn set both flags, whatever the answer. Games do at their limit of turns.
-    constants = packages.import_package(self.kind, 'gem.utils.constants', 'gem')
-    is_cut = bool(truncated) and observation != constants.TERMINAL_STATE
+    is_cut = bool(truncated) and observation != self._terminal_state
     metrics = packages.numbers(info)
     metrics['moves'] = float(self._moves)
     metrics['success'] = float(has_won)
