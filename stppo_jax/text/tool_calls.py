@@ -9,7 +9,7 @@
             or a JSON object                                                             Search-R1
 
 `parse` never raises and takes linear time, whatever text a model writes. A call in a thought is
-none: everything before </think> is content, and so is a thought that is not closed. Tools are
+none: a thought is content, also one that lacks one of its two tags. Tools are
 described by JSON schemas as chat templates take them: {"type": "function", "function": {"name",
 "description", "parameters": {"properties", "required", ..}}}.
 """
@@ -523,7 +523,7 @@ def _parse_blocks(
 
   A body ends at the first of the next _MAX_ENDS tags at which it can be read. Tags before that one
   are inside its strings. With `may_be_open` it also ends at another block's tag or the text's end.
-  A block in a thought is content, and so is all before the end of a thought.
+  A block in a thought is content, and so is all before a closing tag of no thought.
   """
   has_thoughts = not re.fullmatch(names, 'think')
   pattern = re.compile(f'<(/?)({names}{"|think" if has_thoughts else ""})>')
@@ -540,11 +540,11 @@ def _parse_blocks(
     if tag.start() < end:  # inside the last block
       continue
     if of_thought:
-      in_thought = not is_closing
-      if is_closing:
+      if is_closing and not in_thought:  # its opening tag is missing
         content = [text[: tag.end()]]
         calls = []
         end = tag.end()
+      in_thought = not is_closing
       continue
     if is_closing or in_thought:
       continue

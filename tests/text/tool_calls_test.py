@@ -213,6 +213,22 @@ class ParseTest(parameterized.TestCase):
     ):
       self.assertEqual(parse(form, f'{text}\n{real}', in_thought), (text, (CAT,)), text)
 
+  @parameterized.parameters('hermes', 'qwen_xml', 'tags')
+  def test_call_between_thoughts_is_one(self, form):
+    write = tool_calls.make_form(form, TOOLS).write
+    draft = write(SUM)
+    real = write(CAT)
+    for before, after in (
+        ('<think>a</think>', f'<think>{draft}</think>'),
+        ('', f'<think>{draft}</think> b'),
+        ('<think>a</think>', f'<think>{draft}'),  # never closed
+    ):
+      self.assertEqual(parse(form, before + real + after), (before + after, (CAT,)))
+    self.assertEqual(
+        parse(form, f'a</think>{real}<think>b</think>{real}', True),
+        ('a</think><think>b</think>', (CAT, CAT)),
+    )
+
   @parameterized.parameters('hermes', 'qwen_xml', 'llama3')
   def test_tag_of_thought_in_string_ends_none(self, form):
     call = Call('search', {'query': 'what is </think> and <think>'})
