@@ -82,6 +82,25 @@ class ResetTest(absltest.TestCase):
       with self.assertRaisesRegex(UserError, f'starts no episode .*{code}: broken'):
         self.reset(code)
 
+  def test_episode_without_a_turn_is_masked(self):
+    ended = []
+
+    class Session:
+      """A session in which the reset ends the episode."""
+
+      def close(self):
+        """Notes that the session has ended."""
+        ended.append(True)
+
+    def construct(data, timeout_s):
+      return Session(), {'observation': {'text': 'you won'}, 'reward': 1.0, 'done': True}
+
+    env_class = packages.adapt(openenv.OpenEnvEnv, construct, 'openenv:http://a:1', 'openenv')
+    env = env_class(Task('t'))  # without it, its finalizer would end the session
+    observation, info = stepping.reset(env, 0)
+    self.assertEqual((observation, ended), ('', [True]))
+    self.assertIn('over at its reset', info['environment_error'])
+
 
 class OpenEnvTest(absltest.TestCase):
 

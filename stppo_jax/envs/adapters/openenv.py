@@ -138,8 +138,9 @@ class OpenEnvEnv(SessionEnv):
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts a session and its episode.
 
-    Raises ErrorAnswer, which masks this episode, if the environment's code fails. UserError: no
-    server answers, none has room, or the server does not understand a reset.
+    Raises ErrorAnswer if the environment's code fails, and RuntimeError if the episode is over
+    before its first turn. Both mask this episode. UserError: no server answers, none has room, or
+    the server does not understand a reset.
     """
     try:
       data = self._start({} if seed is None else {'seed': seed})
@@ -150,6 +151,9 @@ class OpenEnvEnv(SessionEnv):
           f'config.env.kind={self.kind!r} starts no episode ({packages.describe(error)}): '
           'see the log of the server'
       ) from error
+    if data.get('done'):
+      self._close()
+      raise RuntimeError('the episode is over at its reset')
     return self.instructions + self._text(data.get('observation')), {}
 
   def step(self, action: str) -> protocol.Step:
