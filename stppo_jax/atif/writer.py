@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 from typing import Any
 from typing import NamedTuple
 import uuid
@@ -39,12 +40,16 @@ EXTRA = 'stppo_jax'  # the key of our own fields in the root's `extra`
 AGENT = 'stppo-jax'
 # Fields of a record that say where in a run the episode belongs.
 _ORIGIN = ('step', 'kind', 'batch', 'staleness')
+_TRIAL = re.compile('[0-9]{4,}_[A-Za-z0-9-]*')  # the name of an episode's folder
 
 
 def write_folder(
     source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, model: str, tool_form: str
 ) -> int:
   """Writes the episodes of a file, or of all files of a folder; returns their number.
+
+  An export replaces the trials of an earlier one of the same file, which a rollback or another run
+  may have written anew.
 
   Args:
     source: the file or folder.
@@ -74,7 +79,7 @@ def write_folder(
     trials = []
     for row, episode in enumerate(episodes):
       task_name = re.sub('[^A-Za-z0-9-]+', '-', episode.task.id)[:60]
-      trials.append(f'{row:04d}_{task_name}')
+      trials.append(f'{row:04d}_{task_name}')  # as _TRIAL
     references = _references(episodes, trials)
     for row, (episode, trial) in enumerate(zip(episodes, trials)):
       trial_folder = os.path.join(folder, file_name, trial)
@@ -85,8 +90,12 @@ def write_folder(
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
     num_written += len(episodes)
+    job_folder = os.path.join(folder, file_name)
+    for name in os.listdir(job_folder):
+      if _TRIAL.fullmatch(name) and name not in trials:
+        shutil.rmtree(os.path.join(job_folder, name))
     job_result = _job_result(episodes, file_name, model)
-    _write(os.path.join(folder, file_name, 'result.json'), job_result | time)
+    _write(os.path.join(job_folder, 'result.json'), job_result | time)
     logging.info('%s: %d trajectories', path, len(episodes))
   return num_written
 

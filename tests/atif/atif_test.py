@@ -191,6 +191,20 @@ class RoundTripTest(parameterized.TestCase):
     )
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
+  def test_second_export_of_a_file_replaces_the_first(self):
+    tokenizer = tiny()
+    prompt = np.array(tokenizer.encode('which?'), np.int32)
+    turn = types.Turn(prompt[:2], np.zeros(2, np.float32))
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for tasks in (('a', 'b', 'c'), ('a', 'd')):
+      episodes = [types.Episode(types.Task(task, 'which?'), 0, prompt, [turn]) for task in tasks]
+      records = episodes_lib.to_records(episodes, tokenizer, 1, 'train')
+      episodes_lib.write_lines(f'{folder}/run/train_000001.jsonl', records)
+      atif_writer.write_folder(f'{folder}/run', f'{folder}/atif', tokenizer, 'm', 'hermes')
+      (folder / 'atif' / 'train_000001' / 'notes.md').write_text('of a reader')
+    names = sorted(path.name for path in (folder / 'atif' / 'train_000001').iterdir())
+    self.assertEqual(names, ['0000_a', '0001_d', 'notes.md', 'result.json'])
+
   def test_branches_survive_a_folder_of_documents(self):
     """Row 1 is a sub-agent, row 2 continues row 0, row 3 inherits from row 2, as row 4 does."""
     tokenizer = tiny()
