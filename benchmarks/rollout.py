@@ -6,10 +6,12 @@
   python -m benchmarks.rollout --profile                     # profiles ours, without a peer
 
 `sample`: 32 prompts of 64 tokens, then exactly 128 sampled tokens. For 135M it is 16 prompts of 128
-tokens and 64 sampled ones. `turns`: 4 turns of 32 sampled and 32 observed tokens. `episodes`: 64
-episodes of 4 turns of 128 sampled and 128 observed tokens, with a retriever that takes 50 ms per
-batch of queries. Tokens per second count sampled tokens; the time includes the prefill of prompts
-and observations. Ours also returns each token's log-prob, which the peers do not compute.
+tokens and 64 sampled ones. `products`: ours and the matrix products of `sample` alone, as torch
+computes them: no program with these products is faster. `turns`: 4 turns of 32 sampled and 32
+observed tokens. `episodes`: 64 episodes of 4 turns of 128 sampled and 128 observed tokens, with a
+retriever that takes 50 ms per batch of queries. Tokens per second count sampled tokens; the time
+includes the prefill of prompts and observations. Ours also returns each token's log-prob, which the
+peers do not compute.
 
 tunix's sampler cannot continue from an earlier call's cache, so it prefills the whole conversation
 in every turn. It gets a cache no larger than the turn needs, and a program compiled for it.
@@ -25,7 +27,7 @@ from benchmarks import figures
 from benchmarks import side_by_side
 
 _FIGURES = flags.DEFINE_list(
-    'figures', ['sample', 'turns', 'episodes'], 'of sample, turns, episodes'
+    'figures', ['sample', 'turns', 'episodes'], 'of sample, products, turns, episodes'
 )
 
 SAMPLES = {'135M': (16, 128, 64)}  # rows, tokens of a prompt, sampled tokens
@@ -77,6 +79,9 @@ def run(size, threads, quick, repeats):
 
     if 'sample' in _FIGURES.value:
       compare('sample', rows * num_new, peers, 'sample', 'sample', prompts, num_new)
+    if 'products' in _FIGURES.value:
+      what = 'sample; the peer computes its products alone'
+      compare(what, rows * num_new, ['torch'], 'sample', 'products', prompts, num_new)
     if 'turns' in _FIGURES.value:
       for what, names, method, peer_method in (
           ('turns: our cache kept, the peer re-sends', peers, 'multi_turn', 'multi_turn_resending'),

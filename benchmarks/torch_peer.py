@@ -4,6 +4,7 @@ Float32, torch's `scaled_dot_product_attention`, eager mode. The weights are fro
 ours.py wrote.
 """
 
+import functools
 import os
 import time
 
@@ -26,6 +27,16 @@ class Sampling:
   def sample(self, prompts, num_new):
     """Samples tokens [B,num_new] at temperature 1 after prompts [B,T]."""
     return self._generate(torch.from_numpy(prompts), num_new)
+
+  @torch.no_grad()
+  def products(self, prompts, num_new):
+    """Computes the products of `sample` with the weights of all layers, and nothing else."""
+    *layers, head = _weights(self._model)
+    rows = len(prompts)
+    for num_tokens in [prompts.size] + (num_new - 1) * [rows]:
+      for weight in layers:
+        torch.nn.functional.linear(_ones(num_tokens, weight.shape[1]), weight)
+      torch.nn.functional.linear(_ones(rows, head.shape[1]), head)
 
   def multi_turn_resending(self, prompts, observations, num_new, wait_s=0.0):
     """Samples turns, each with a prefill of the whole conversation.
@@ -112,6 +123,16 @@ class Learning:
         'critic/grad_norm': self._step(1, self._critic),
     }
 
+  @torch.no_grad()
+  def products(self):
+    """Computes the products of `update` with the weights of all layers, and nothing else."""
+    for micro in self._micro_batches:
+      for weight in [*_weights(self._actor), *_weights(self._critic)]:
+        outputs, inputs = (_ones(micro['tokens'].numel(), width) for width in weight.shape)
+        torch.nn.functional.linear(inputs, weight)
+        outputs @ weight  # the gradient of the inputs
+        outputs.T @ inputs  # and that of the weight
+
   def _policy_loss(self, micro):
     ratio = torch.exp((self._logp(micro['tokens']) - micro['old_logp']) * micro['action_mask'])
     advantages = micro['advantages']
@@ -149,6 +170,17 @@ def _load(kind, folder, name):
   return kind.from_pretrained(
       os.path.join(folder, name), attn_implementation='sdpa', dtype=torch.float32
   )
+
+
+def _weights(model):
+  """Returns the weights [outputs,inputs] of all linear layers, the head last."""
+  layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+  return [layer.weight for layer in layers]
+
+
+@functools.cache
+def _ones(num_tokens, width):
+  return torch.ones(num_tokens, width)
 
 
 def _set_threads(threads):

@@ -7,7 +7,8 @@
 Before timing, losses and gradient norms of three steps must agree. Tokens per second count all
 tokens of the batch, with prompts and observations. `ppo` is compared with the peer; ST-PPO, which
 also computes the clipping bias, with our own `ppo` as `time_over_baseline`. The size of a
-micro-batch changes only the speed: both sides are measured with each of --micro_batches.
+micro-batch changes only the speed: both sides are measured with each of --micro_batches. The matrix
+products alone, as torch computes them, bound what any program with these products can reach.
 """
 
 import tempfile
@@ -66,6 +67,7 @@ def run(size, threads, quick, repeats):
     for micro in sizes:
       jobs['ours', micro] = ours[micro], 'update', 'ppo'
       jobs['peer', micro] = peer[micro], 'update'
+      jobs['products', micro] = peer[micro], 'products'
       jobs |= {(name, micro): (ours[micro], 'update', name) for name in others}
     found = side_by_side.measure(jobs, rows * length, repeats, settle=is_large)
     for micro, seconds in first_call_s.items():
@@ -73,6 +75,10 @@ def run(size, threads, quick, repeats):
         found[side, micro]['first_call_s'] = seconds[side]
     what = f'update, {rows} x {length}: '
     figures.report_fastest('update', what + 'ppo', size, threads, found, 'torch')
+    for micro in sizes:
+      found['peer', micro] = found['products', micro]
+    what_products = what + 'ppo; the peer computes its products alone'
+    figures.report_fastest('update', what_products, size, threads, found, 'torch')
     for name in others:
       for micro in sizes:
         figures.report(
