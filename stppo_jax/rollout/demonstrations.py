@@ -204,7 +204,7 @@ class Demonstrator:
       if not text:
         state.end(truncated=True)
         break
-      tokens = self._encode(text, state.opening, kind.stop_strings)[: prompt.budget]
+      tokens = self._encode(text, state.opening, prompt.stop_state)[: prompt.budget]
       action = state.action_text(tokens)
       (outcome,) = stepping.step_all([env], [action])
       turn = types.Turn(tokens, np.full(len(tokens), np.nan, np.float32))
@@ -214,8 +214,12 @@ class Demonstrator:
       row.demonstrated = True
     return state.episodes
 
-  def _encode(self, text, opening, stop_strings):
-    """Returns the tokens of a turn: a stop string ends it, or else the eos token.
+  @functools.cached_property
+  def _stop_table(self) -> np.ndarray:
+    return tokenizer_lib.joint_stop_automaton(self.tokenizer.token_bytes, self.env.turn_ends)
+
+  def _encode(self, text, opening, stop_state):
+    """Returns the tokens of a turn, which ends where a sampled one does, or with the eos token.
 
     The tag of a thought that the prompt has opened is not repeated.
     """
@@ -224,9 +228,9 @@ class Demonstrator:
     if opening:
       text = text.lstrip().removeprefix(opening.rstrip()).lstrip()
     ids = self.tokenizer.encode(text)
-    if not text.endswith(stop_strings):
-      ids += self.tokenizer.eos_ids[:1]
-    return np.array(ids, np.int32)
+    length, has_ended = tokenizer_lib.turn_length(self._stop_table, ids, stop_state)
+    end = [] if has_ended else self.tokenizer.eos_ids[:1]
+    return np.array([*ids[:length], *end], np.int32)
 
   def _call(self, function, *args):
     """Calls the code of a player. UserError: it raised an error, or took too long."""

@@ -48,6 +48,7 @@ from stppo_jax.rollout.weight_folders import RemoteWeights
 from stppo_jax.rollout.weight_folders import WeightFolders
 from stppo_jax.stop_signal import NEVER
 from stppo_jax.stop_signal import StopSignal
+from stppo_jax.text import tokenizer as tokenizer_lib
 
 NUM_PROBES = 8  # turns of `check_agreement`
 _PROBE_TOKENS = 32
@@ -653,7 +654,7 @@ def make_turn(
   tokens = answer.tokens
   if answer.finish not in ('stop', 'length'):
     raise http_client.Temporary(f'{address} ended a turn with {answer.finish!r}')
-  num_states, vocab_size = stop_table.shape
+  vocab_size = stop_table.shape[1]
   are_ids = all(isinstance(x, numbers.Integral) and 0 <= x < vocab_size for x in tokens)
   if not 0 < len(tokens) == len(answer.logp) <= request.budget or not are_ids:
     raise types.RunError(
@@ -661,13 +662,8 @@ def make_turn(
         f'{request.budget} ids below {vocab_size} were asked for: it serves another model, or '
         'config.rollout.engine_kind is wrong'
     )
-  last_state = num_states - 1
-  length = 0
-  state = request.stop_state
-  while length < len(tokens) and state < last_state:
-    state = stop_table[state, tokens[length]]
-    length += 1
-  if state < last_state and length < request.budget:
+  length, has_ended = tokenizer_lib.turn_length(stop_table, tokens, request.stop_state)
+  if not has_ended and length < request.budget:
     raise types.RunError(
         f'{address} ended a turn ({answer.finish!r}) after {length} of {request.budget} tokens, '
         'without a stop string or an eos id of the trainer: its generation_config.json names '

@@ -435,6 +435,24 @@ def joint_stop_automaton(token_bytes: Sequence[bytes], turn_ends: Sequence[TurnE
   return table
 
 
+def turn_length(
+    stop_table: np.ndarray, tokens: Sequence[int] | np.ndarray, state: int
+) -> tuple[int, bool]:
+  """Returns the number of tokens up to the one that ends a turn, and whether one ends it.
+
+  Args:
+    stop_table: a `joint_stop_automaton`.
+    tokens: from the beginning of the turn on.
+    state: in which the turn begins.
+  """
+  stopped = len(stop_table) - 1
+  length = 0
+  while length < len(tokens) and state < stopped:
+    state = stop_table[state, tokens[length]]
+    length += 1
+  return length, state == stopped
+
+
 def first_states(turn_ends: Sequence[TurnEnd]) -> list[int]:
   """Returns the state of `joint_stop_automaton` in which a turn of each of these ends begins."""
   sizes = [1 + skips_thoughts for _, skips_thoughts in turn_ends]

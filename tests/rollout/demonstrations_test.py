@@ -475,6 +475,14 @@ class PlayTest(parameterized.TestCase):
       (player,) = demonstrations.read(path, tokenizer).values()
       repeated = player(random.Random(0))
       self.assertEqual([repeated.act('') for _ in range(3)], [*turns, ''])
+    with self.subTest('a turn ends where a sampled one does'):
+      with open(path, 'w', encoding='utf-8') as file:
+        longer = [f'{turns[0]}\n', f'{turns[1]} I am sure.']
+        file.write(json.dumps({'task': task.id, 'turns': longer}) + '\n')
+      batches, params = self.batches(rollout__demonstrations=path)
+      sampled = batches.sample(params, 1, 0)
+      (row,) = [row for row in sampled.episodes if row.demonstrated]
+      self.assertEqual([tokenizer.decode(turn.tokens) for turn in row.turns], turns)
     with self.subTest('turns that are missing end the episode'):
       with open(path, 'w', encoding='utf-8') as file:
         file.write(json.dumps({'task': task.id, 'turns': turns[:1]}) + '\n')

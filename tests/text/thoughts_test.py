@@ -147,7 +147,7 @@ class PlayedTest(parameterized.TestCase):
 
   def test_demonstration_does_not_repeat_tag(self):
     tokenizer = make_tokenizer(tokenizer_test.THINKING)
-    for text in (f'<think>\nx</think>{ANSWER}', f'x</think>{ANSWER}'):
+    for text in (f'<think>\nx</think>{ANSWER} and more', f'x</think>{ANSWER}'):
       env = make_env()
       source = lambda task, text=text: functools.partial(demonstrations.Recorded, [[text]])
       player = demonstrations.Demonstrator(source, env, tokenizer, LIMITS, per_group=1)
