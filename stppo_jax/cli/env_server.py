@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import resource
 import sys
 
@@ -11,6 +10,7 @@ from absl import logging
 from stppo_jax.assembly import components as components_lib
 from stppo_jax.cli import config_file
 from stppo_jax.cli.command import Command
+from stppo_jax.net import api_keys
 from stppo_jax.settings import validation
 from stppo_jax.types import UserError
 
@@ -27,7 +27,7 @@ def serve(command: Command) -> None:
   config = command.config
   config_file.apply(config, {'env.kind': kind})
   validation.validate(config)
-  api_key = os.environ.get('STPPO_API_KEY', '')
+  api_key = api_keys.read('STPPO_API_KEY')
   host = config.serve.host
   if host not in _LOOPBACK and not api_key:
     raise UserError(

@@ -11,7 +11,6 @@ tokens, and observations are not cut.
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import os
 import queue
 import threading
 from typing import Any
@@ -28,6 +27,7 @@ from stppo_jax.envs import stepping
 from stppo_jax.evaluation import client as client_lib
 from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
+from stppo_jax.net import api_keys
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import stop_strings
@@ -77,7 +77,7 @@ class RemotePlayer(players.Player):
     self._is_greedy = not temperature
     self._client = client_lib.ChatClient(
         config.eval.address,
-        os.environ.get('OPENAI_API_KEY', ''),
+        api_keys.read('OPENAI_API_KEY'),
         fields,
         # The server would also stop in a thought. Without them, `_action_text` cuts the turn.
         () if self._env.skips_thoughts else self._env.stop_strings,

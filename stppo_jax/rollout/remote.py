@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import json
 import numbers
-import os
 import re
 import secrets
 import socket
@@ -38,6 +37,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.net import api_keys
 from stppo_jax.net import http_client
 from stppo_jax.rollout import directory
 from stppo_jax.rollout import env_pool
@@ -113,7 +113,7 @@ class RemoteEngine:
     self._num_failures = 0  # attempts that failed since the newest answer
     self._hangs = False  # whether a turn had no answer in time, and no later turn had one
     self._has_trial = False  # whether a single turn tests an engine that hangs
-    api_key = os.environ.get('OPENAI_API_KEY', '')
+    api_key = api_keys.read('OPENAI_API_KEY')
     limits = http_client.ClientLimits(_CONNECT_S, turn_s)
     self._server = http_client.Connection(self.address, limits, _MAX_SOCKETS, api_key)
     self._turn_s = turn_s

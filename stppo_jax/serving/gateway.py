@@ -22,6 +22,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.net import api_keys
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
@@ -111,7 +112,7 @@ def running(
   service = service_lib.Service(scheduler, tokenizer, rules)
   limits = http_server.ServerLimits(settings.max_body_mb << 20, grace_s=0.0)
   with scheduler, contextlib.closing(service):
-    app = server_lib.GatewayApp(service, limits, os.environ.get('STPPO_API_KEY', ''))
+    app = server_lib.GatewayApp(service, limits, api_keys.read('STPPO_API_KEY'))
     try:
       server = http_server.Server(app, settings.host, port, settings.hosts)
     except (OSError, ValueError) as error:  # the port is taken; no name of a host
@@ -136,7 +137,7 @@ def serve(
   they can be replaced. Process 0 has the server, and the others end with it.
   """
   settings = config.serve
-  has_key = bool(os.environ.get('STPPO_API_KEY'))
+  has_key = bool(api_keys.read('STPPO_API_KEY'))
   if settings.weights_folder and settings.host not in _LOOPBACK and not has_key:
     raise UserError(
         f'config.serve.host={settings.host!r} with serve.weights_folder lets any machine replace '
@@ -251,7 +252,7 @@ def _log_use(config: Config, url: str, tokenizer: tokenizer_lib.Tokenizer, run: 
     logging.warning('prompts are %s. There is no example: %s', form, run.reason)
     return
   command = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"
-  if os.environ.get('STPPO_API_KEY'):
+  if api_keys.read('STPPO_API_KEY'):
     command += ' -H "Authorization: Bearer $STPPO_API_KEY"'
   body = json.dumps({'model': config.name, **run.example})
   logging.info('prompts are %s: %s -d %s', form, command, shlex.quote(body))

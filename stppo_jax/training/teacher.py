@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import json
-import os
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.net import api_keys
 from stppo_jax.net import http_client
 from stppo_jax.rollout import batching
 from stppo_jax.stop_signal import NEVER
@@ -51,7 +51,7 @@ class TeacherServer:
     self._max_outage_s = max_outage_s
     self._row_failed = StopSignal()  # ends the requests of the other rows
     self._answered_at = 0.0  # monotonic time of the newest answer, or sign of being busy
-    api_key = os.environ.get('OPENAI_API_KEY', '')
+    api_key = api_keys.read('OPENAI_API_KEY')
     limits = http_client.ClientLimits(_CONNECT_S, total_s or _TOTAL_S)
     self._server = http_client.Connection(address.rstrip('/'), limits, _THREADS, api_key)
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import json
-import os
 import threading
 import time
 from typing import Any
@@ -21,6 +20,7 @@ from stppo_jax import types
 from stppo_jax.envs import guard
 from stppo_jax.envs import packages
 from stppo_jax.envs import served
+from stppo_jax.net import api_keys
 
 _OPEN_S = 10.0  # until a session is open
 _DESCRIBE_S = (5.0, 60.0)  # time limits of a GET: until connected, and without a byte
@@ -269,7 +269,7 @@ class ServerAddresses:
 
 def key_header() -> dict[str, str]:
   """Returns the header with the key of the environment variable OPENENV_API_KEY, if it is set."""
-  api_key = os.environ.get('OPENENV_API_KEY', '')
+  api_key = api_keys.read('OPENENV_API_KEY')
   return {'Authorization': f'Bearer {api_key}'} if api_key else {}
 
 
