@@ -126,9 +126,9 @@ class Components:
           'the embedded model was not trained to call tools, and will hardly call one: '
           '--config=examples/calculator/config.py has a small model that does'
       )
-    check = getattr(self.retriever, 'check', None)
+    check = getattr(self.retriever, 'check_server', None)
     if check is not None and self.config.retriever.max_failed_share < 1:  # else no failure matters
-      hosts.by_writer(check)
+      hosts.by_writer(check, self.config.retriever.top_k)
     return self
 
   def check_prompts(self, tasks: Sequence[Task]) -> None:

@@ -31,6 +31,7 @@ from stppo_jax.stop_signal import StopSignal
 # and an index of FAISS on GPUs does not support that.
 CONCURRENCY = {'search_r1': 1, 'ragen': 8}
 DIALECTS = tuple(CONCURRENCY)
+_TEXT_LENGTH = 300  # characters of a failure in the log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,10 @@ class HttpRetriever:
         del self._cache[next(iter(self._cache))]  # the oldest
     return [None if passages is None else list(passages) for passages in results]
 
-  def check(self) -> None:
+  def check_server(self, top_k: int) -> None:
     """Sends one query; raises a UserError with address and reason if it has no usable answer."""
     self.last_failure = ''
-    if self.search([f'probe {time.time_ns()}'], 1)[0] is None:
+    if self.search([f'probe {time.time_ns()}'], top_k)[0] is None:
       raise types.UserError(
           f'config.retriever.url={self.address!r} gave no usable answer to a first query in the '
           f'dialect {self._settings.dialect!r} ({self.last_failure}): start the retriever, or '
@@ -129,7 +130,7 @@ class HttpRetriever:
     except (types.Stopped, http_client.Temporary):
       pass  # `_send` has reported it
     except http_client.Rejected as error:
-      self._report(str(error))
+      self._report(_describe(error))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
       self._report(f'an unreadable answer ({type(error).__name__}: {error})')
     else:
@@ -150,7 +151,7 @@ class HttpRetriever:
           return self._server.ask('', body, self.stop_signal)
         except http_client.Temporary as error:
           is_silent &= error.is_silent
-          self._report(str(error))
+          self._report(_describe(error))
           raise
 
     retries = settings.retries
@@ -174,6 +175,11 @@ class HttpRetriever:
   def _report(self, failure: str) -> None:
     self.last_failure = failure
     logging.log_every_n_seconds(logging.WARNING, 'retriever %s: %s', 60, self.address, failure)
+
+
+def _describe(error: http_client.Rejected | http_client.Temporary) -> str:
+  """Returns a failure as one line, with the beginning of what the server says."""
+  return ' '.join(f'{error} {error.text}'.split())[:_TEXT_LENGTH]
 
 
 def _endpoint(url: str) -> str:

@@ -394,10 +394,17 @@ def largest_share(
     share: Callable[[Sequence[types.Episode]], float], episodes: Sequence[types.Episode]
 ) -> float:
   """Returns the largest share among the environments of a mix, so that none can fail unnoticed."""
+  return share(_of_worst_environment(share, episodes))
+
+
+def _of_worst_environment(
+    share: Callable[[Sequence[types.Episode]], float], episodes: Sequence[types.Episode]
+) -> list[types.Episode]:
+  """Returns the episodes of the environment with the largest share."""
   by_environment: dict[str, list[types.Episode]] = collections.defaultdict(list)
   for episode in episodes:
     by_environment[episode.task.environment].append(episode)
-  return max(map(share, by_environment.values()), default=0.0)
+  return max(by_environment.values(), key=share, default=[])
 
 
 def failed_share(episodes: Sequence[types.Episode]) -> float:
@@ -426,11 +433,12 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
   The code of the environment failed, so waiting and playing again would not help. All processes
   have the same episodes and raise the error together, so that the run can be saved.
   """
-  share = largest_share(environment_failed_share, episodes)
+  worst = _of_worst_environment(environment_failed_share, episodes)
+  share = environment_failed_share(worst)
   if share > max_failed:
-    first = next(episode.error for episode in episodes if episode.error)
+    first = next(episode.error for episode in worst if episode.error)
     raise types.RunError(
-        f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
+        f'the environment raised in {share:.0%} of {len(worst)} episodes, and '
         f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes, with '
         f'--config.train.accept_changed_plugins if a file of the run has changed. The first error: '
         f'{first}'

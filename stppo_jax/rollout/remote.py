@@ -607,13 +607,14 @@ def run(
         )
         turns.add(_in_thread(play_turn, index, request))
       started = time.perf_counter()
+      waits_for = 'decode' if turns else 'env'
       done: set[futures.Future] = set()
       while not done:
         fleet.stop_signal.raise_if_set()
         events = [*turns, *pool.in_progress]
         done, _ = futures.wait(events, _POLL_S, futures.FIRST_COMPLETED)
       ended = time.perf_counter()
-      report.seconds['decode'] += ended - started
+      report.seconds[waits_for] += ended - started
       completions = [turn.result() for turn in done & turns]
       turns -= done
       for completion in completions:

@@ -283,8 +283,9 @@ class ScoreTest(absltest.TestCase):
     rows = [episode('a', 1.0) for _ in range(9)] + [episode('b', 0.0, failed=True)]
     self.assertEqual(batches.failed_share(rows), 0.1)
     self.assertEqual(batches.largest_share(batches.failed_share, rows), 1.0)
-    rows[-1].error = 'it raised'
-    with self.assertRaisesRegex(types.RunError, 'raised in 100%'):
+    rows[0].error = 'a raised'
+    rows[-1].error = 'b raised'
+    with self.assertRaisesRegex(types.RunError, 'raised in 100% of 1 episodes.*error: b raised'):
       batches.check_environment(rows, 0.5)
 
   def test_saved_episodes_know_their_environment(self):

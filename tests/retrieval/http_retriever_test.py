@@ -310,6 +310,27 @@ class FailuresTest(parameterized.TestCase):
       self.assertNotIn(None, retriever.search(['a', 'b'], 1))
       self.assertLen(questions, 3)
 
+  def test_check_asks_as_the_run_does_and_says_what_the_server_said(self):
+    def answer(question, number):
+      if question['topk'] > 100:
+        return 400, b'{"detail":\n "topk is at most 100"}'
+      return _search_r1(question)
+
+    with _server(answer) as (url, questions):
+      _retriever(url).check_server(100)
+      reason = r'HTTP status 400 {"detail": "topk is at most 100"}'
+      with self.assertRaisesRegex(types.UserError, f'no usable answer [^\n]*{reason}[^\n]*$'):
+        _retriever(url).check_server(200)
+      self.assertEqual([question['topk'] for _, question in questions], [100, 200])
+    for reply, reason in (
+        ((500, b'out of memory'), 'HTTP status 500 out of memory'),
+        ((200, b' ' * 70_000), 'HTTP status 200 over 60000 bytes'),
+    ):
+      with _server(lambda *_, reply=reply: reply) as (url, _):
+        retriever = _retriever(url, max_response_bytes=60_000)
+        retriever.search(['a'], 1)
+        self.assertEqual(retriever.last_failure, reason)
+
   def test_retries_are_bounded(self):
     with _server(lambda *_: (500, b'')) as (url, questions):
       retriever = _retriever(url, retries=2)

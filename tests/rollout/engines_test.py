@@ -625,6 +625,23 @@ class FleetTest(parameterized.TestCase):
       self.assertLen(played, 3)
     self.assertEqual(report.sampled_tokens, 6 * 3 * 2)
 
+  @parameterized.parameters(0, 2)
+  def test_wait_for_environments_is_no_decoding(self, threads):
+    clock = [0.0]
+
+    def respond(completions):
+      time.sleep(0.2)  # the run waits for it in the meantime
+      clock[0] += 1.0
+      return [env_pool.Prompt([], 0) for _ in completions]
+
+    api = FakeApi(lambda request: servers.TurnAnswer([EOS], [-1.0], 'stop'))
+    sampler = remote.RemoteSampler(self.fleet(api), sampling.AS_IS)
+    keys = jax.random.split(jax.random.key(0), 1)
+    with mock.patch.object(remote.time, 'perf_counter', lambda: clock[0]):
+      weights = self.copy(parameters(0))
+      report = remote.run(sampler, weights, [env_pool.Prompt([1], 8)], keys, respond, threads)
+    self.assertEqual((clock[0], report.seconds['decode']), (1.0, 0.0))
+
   def test_error_of_an_environment_ends_run(self):
     def respond(unused_completions):
       raise types.RunError('no')
