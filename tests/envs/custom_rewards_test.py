@@ -268,7 +268,12 @@ OUTAGES = (
     urllib.error.URLError(ConnectionRefusedError()),
     urllib.error.HTTPError('u', 502, 'x', {}, None),
     make('ConnectError', make('TransportError').__class__),  # httpx
+    make('RemoteProtocolError', make('TransportError').__class__),
     make('APITimeoutError'),  # openai
+    make('APIConnectionError'),
+    make('RateLimitError'),
+    make('ClientConnectorDNSError'),
+    make('NetworkTimeout', make('AutoReconnect').__class__),  # pymongo
     make('InternalServerError', status_code=500),
     make('OverloadedError', status_code=529),  # anthropic
     make('ClientResponseError', status=503),  # aiohttp
@@ -286,6 +291,12 @@ ERRORS = (
     make('BadRequestError', status_code=400),
     make('UnsupportedProtocol', make('TransportError').__class__),
     subprocess.TimeoutExpired('grader', 3),
+    make(
+        'NetworkXNoPath', make('NetworkXUnfeasible', make('NetworkXException').__class__).__class__
+    ),
+    make('DisconnectedGraphError', ValueError),
+    make('ConnectFourError', ValueError),
+    make('UnreachableNodeError', ValueError),
     raised_from(ValueError(), RuntimeError()),
     raised_from(TimeoutError(), make('AuthenticationError', status_code=401)),
 )
