@@ -601,8 +601,17 @@ class ServedEnvTest(ServerTestCase):
     self.assertEmpty(output.stderr)
     wait_for(lambda: server.app.num_sessions == 0)
 
+  def test_full_server_is_waited_for(self):
+    factory = resolve(self.start(max_sessions=1).url, timeout_s=20)
+    first, _ = self.begin(factory)
+    timer = threading.Timer(0.5, first._close)
+    timer.start()
+    self.addCleanup(timer.join)
+    _, (text, _) = self.begin(factory)
+    self.assertStartsWith(text, 'q')
+
   def test_full_servers_are_one_line(self):
-    factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)])
+    factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)], timeout_s=2)
     for _ in range(2):
       self.begin(factory)
     with self.assertRaisesRegex(UserError, 'starts no episode .*CAPACITY_REACHED') as caught:
