@@ -141,22 +141,31 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
 
 
 def call_retriever(
-    retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard
+    retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
 ) -> Any:
-  """Returns the retriever's results. A search that takes too long has failed: None per query.
+  """Returns the retriever's results. None per query: the search raised, or took too long.
 
   A retriever that can give up by itself has its own time limits.
   """
   limit = guard.unlimited() if hasattr(retriever, 'stop_signal') else guard
   try:
     return limit.call('search', retriever.search, queries, top_k)
+  except factory.ENDS_RUN:
+    raise
   except guard_lib.StopSeen:
-    return [None] * len(queries)
+    pass
   except guard_lib.TimedOut as error:
-    logging.log_every_n_seconds(
-        logging.WARNING, 'the retriever %s gave %s', 60, type(retriever).__name__, error
-    )
-    return [None] * len(queries)
+    _log_failed_search(retriever, f'gave {error}')
+  except Exception as error:  # a user's code may raise anything
+    message = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+    _log_failed_search(retriever, f'raised {message} ({plugins.raised_at(error)})')
+  return [None] * len(queries)
+
+
+def _log_failed_search(retriever, reason):
+  """Logs the first failure of each minute."""
+  name = type(retriever).__name__
+  logging.log_every_n_seconds(logging.WARNING, 'the retriever %s %s', 60, name, reason)
 
 
 def _query(env, action):

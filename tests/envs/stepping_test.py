@@ -119,6 +119,23 @@ class StepAllTest(absltest.TestCase):
       with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
         stepping.step_all([env], ['<search>x</search>'])
 
+  def test_raising_retriever_is_a_failed_search(self):
+    error = mock.Mock(side_effect=ConnectionResetError('by peer'))
+    retriever = FakeRetriever()
+    retriever.search = lambda queries, top_k: error()
+    with mock.patch.object(stepping.logging, 'log_every_n_seconds') as log:
+      step, other = stepping.step_all([start(retriever=retriever) for _ in range(2)], [SEARCH] * 2)
+    _, text, _, *values = log.call_args.args
+    line = rf'^the retriever FakeRetriever raised ConnectionResetError: by peer \({__file__}:\d+\)$'
+    self.assertRegex(text % tuple(values), line)
+    self.assertEqual(step, start(retriever=FakeRetriever(None)).step(SEARCH))
+    self.assertEqual(step, other)
+    self.assertEqual(step, start(retriever=retriever).step(SEARCH))
+    for kind in (types.UserError, types.RunError, types.Stopped):
+      error.side_effect = kind
+      with self.assertRaises(kind):
+        stepping.step_all([start(retriever=retriever)], [SEARCH])
+
   def test_empty_round(self):
     self.assertEqual(stepping.step_all([], []), [])
 
