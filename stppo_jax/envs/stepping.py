@@ -51,7 +51,7 @@ def step(env: protocol.Env, action: str, **passages: Any) -> protocol.Step:
   """
   outcome, error_info = _call(env, 'step', action, **passages)
   if error_info:
-    return '', 0.0, True, False, {'action': 'error', **types.without_surrogates(error_info)}
+    return _failed_step(error_info)
   if types.is_of(outcome, tuple[str, Any, Any, Any, Mapping]):
     observation, reward, terminated, truncated, info = outcome
     if terminated in (True, False) and truncated in (True, False):
@@ -63,6 +63,11 @@ def step(env: protocol.Env, action: str, **passages: Any) -> protocol.Step:
       '(observation, reward, terminated, truncated, info), a string, a number, two booleans and a '
       'dict'
   )
+
+
+def _failed_step(error_info) -> protocol.Step:
+  """Returns the outcome of a turn in which a method of the environment raised."""
+  return '', 0.0, True, False, {'action': 'error', **types.without_surrogates(error_info)}
 
 
 def _call(env, method, *args, **kwargs):
@@ -99,29 +104,34 @@ def step_all(
   """Steps every environment once, with one search per (retriever, top_k) for all of them.
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,
-  `retriever`, `top_k`, and a `step` that accepts `passages`. `map_all` steps the others: the
+  `retriever`, `top_k`, and a `step` that accepts `passages`. If its `query` raises an error, this
+  is the outcome of the step. `map_all` steps the others: the
   built-in map, or the one of a pool of threads.
   """
-  passages = _search(envs, actions)
+  steps: dict[int, protocol.Step] = {}
+  queries: dict[int, str] = {}
+  for row, (env, action) in enumerate(zip(envs, actions, strict=True)):
+    query, error_info = _query(env, action)
+    if error_info:  # `step` is not called, because `query` may still run in its thread
+      steps[row] = _failed_step(error_info)
+    elif query is not None:
+      queries[row] = query
+  passages = _search(envs, queries)
   rows = range(len(envs))
-  others = [row for row in rows if row not in passages]
+  others = [row for row in rows if row not in passages and row not in steps]
   step_row = lambda row: step(envs[row], actions[row])
-  steps = dict(zip(others, map_all(step_row, others)))
+  steps |= zip(others, map_all(step_row, others))
   for row, result in passages.items():
     steps[row] = step(envs[row], actions[row], passages=result)
   return [steps[row] for row in rows]
 
 
-def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]:
-  """Returns {row: passages} of the environments that take part in a shared search."""
-  queries: dict[int, str] = {}
+def _search(envs: Sequence[Any], queries: Mapping[int, str]) -> dict[int, _Passages]:
+  """Returns {row: passages} for the queries {row: query} of a shared search."""
   rows_per_search = collections.defaultdict(list)
-  for row, (env, action) in enumerate(zip(envs, actions, strict=True)):
-    query = _query(env, action)
-    if query is not None:
-      queries[row] = query
-      search = (id(env.retriever), env.top_k)
-      rows_per_search[search].append(row)
+  for row in queries:
+    search = (id(envs[row].retriever), envs[row].top_k)
+    rows_per_search[search].append(row)
 
   passages: dict[int, _Passages] = {}
   for (_, top_k), rows in rows_per_search.items():
@@ -169,10 +179,12 @@ def _log_failed_search(retriever, reason):
 
 
 def _query(env, action):
-  """Returns the query for the shared search, or None if the environment takes no part in it."""
+  """Returns (the query for the shared search or None, None or info about the error it raised).
+
+  The query is None, too, if the environment takes no part in the search.
+  """
   has_retriever = getattr(env, 'retriever', None) is not None
   has_query = callable(getattr(env, 'query', None))
   if not (has_retriever and has_query and hasattr(env, 'top_k')):
-    return None
-  query, _ = _call(env, 'query', action)  # `step` may raise its error again
-  return query
+    return None, None
+  return _call(env, 'query', action)

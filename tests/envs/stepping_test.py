@@ -8,6 +8,8 @@ from absl.testing import absltest
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.envs import factory
+from stppo_jax.envs import guard
 from stppo_jax.envs import isolation
 from stppo_jax.envs import search
 from stppo_jax.envs import stepping
@@ -135,6 +137,30 @@ class StepAllTest(absltest.TestCase):
       error.side_effect = kind
       with self.assertRaises(kind):
         stepping.step_all([start(retriever=retriever)], [SEARCH])
+
+  def test_error_of_query_is_the_outcome_of_the_step(self):
+    class Asks(ForeignEnv):
+      retriever, top_k, uses_global_random = FakeRetriever(), 3, False
+      steps = 0
+
+      def __init__(self, task):
+        del task
+
+      def query(self, action):
+        never.wait() if action == 'slow' else {}[action]
+
+      def step(self, action, passages=()):
+        Asks.steps += 1
+        return super().step(action)
+
+    never = threading.Event()
+    self.addCleanup(never.set)
+    kind = factory.make_factory('mine:Asks', Asks, {}, {})
+    envs = [kind(None, 0, guard.Guard(0.3)) for _ in range(2)]
+    fast, slow = stepping.step_all(envs, ['fast', 'slow'])
+    self.assertEqual((fast[:4], slow[:4], Asks.steps), (('', 0.0, True, False),) * 2 + (0,))
+    self.assertIn("Asks raised KeyError: 'fast' (", fast[4]['environment_error'])
+    self.assertIn('no result of query within 0.3 s', slow[4]['environment_error'])
 
   def test_empty_round(self):
     self.assertEqual(stepping.step_all([], []), [])
