@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import reprlib
 import traceback
 from typing import Any
+from typing import TypedDict
 
 from absl import logging
 
@@ -22,21 +23,35 @@ from stppo_jax.envs import rewards
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 _Results = list[_Passages] | tuple[_Passages, ...]  # one per query
 _MAX_FRAMES = 5  # shown of a call that was left running
+
+
+class ErrorInfo(TypedDict, total=False):
+  """What `info` holds of an error in the code of an environment."""
+
+  environment_error: str  # one line
+  traceback: str
+  timed_out: bool  # the call was abandoned
+  given_up: bool  # the run stops
+
+
+_INFO_KEYS = frozenset().union(
+    *(kind.__annotations__ for kind in (protocol.RoleResetInfo, protocol.RoleStepInfo, ErrorInfo))
+)
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 def reset(env: protocol.Env, seed: int) -> tuple[str, Any]:
   """Resets an environment and returns (observation, info).
 
-  If it raises an error or takes too long, `info` has 'environment_error', one line, and
-  'traceback'. UserError: it returned something else.
+  If it raises an error or takes too long, `info` is an ErrorInfo. Keys of `info` that nothing
+  reads are left out. UserError: it returned something else.
   """
   outcome, error_info = _call(env, 'reset', seed=seed)
   if error_info:
     return '', types.without_surrogates(error_info)
   if types.is_of(outcome, tuple[str, Mapping]):
     observation, info = outcome
-    return types.without_surrogates(observation), types.without_surrogates(info)
+    return types.without_surrogates(observation), _read_info(info)
   raise types.UserError(
       f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, info), a string and a dict'
@@ -56,13 +71,17 @@ def step(env: protocol.Env, action: str, **passages: Any) -> protocol.Step:
     observation, reward, terminated, truncated, info = outcome
     if terminated in (True, False) and truncated in (True, False):
       observation = types.without_surrogates(observation)
-      info = types.without_surrogates(info)
-      return observation, reward, terminated, truncated, info
+      return observation, reward, terminated, truncated, _read_info(info)
   raise types.UserError(
       f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, reward, terminated, truncated, info), a string, a number, two booleans and a '
       'dict'
   )
+
+
+def _read_info(info: Mapping[str, Any]) -> Any:
+  """Returns `info` without other keys, whose values may be of any type."""
+  return types.without_surrogates({key: info[key] for key in info if key in _INFO_KEYS})
 
 
 def _failed_step(error_info) -> protocol.Step:
