@@ -164,7 +164,8 @@ class Demonstrator:
   ) -> list[types.Episode]:
     """Plays one episode per task; returns its rows, one per role, in the order of the tasks.
 
-    The result depends on the key of the batch, and on the tasks. Process 0 plays.
+    The result depends on the key of the batch, and on the tasks. Process 0 plays. If the run stops
+    while a player acts, all processes raise Stopped.
     """
     keys = episode_lib.row_keys(jax.random.fold_in(key, _STREAM), tasks)
     seeds = episode_lib.reset_seeds(keys, tasks)
@@ -234,6 +235,8 @@ class Demonstrator:
       return self.guard.call('the player', function, *args)
     except factory.ENDS_RUN:
       raise
+    except guard_lib.StopSeen:  # `play` raises it on all processes
+      raise types.Stopped from None
     except Exception as error:  # a player's code may raise anything
       message = ' '.join(f'{type(error).__name__}: {error}'.split())
       raise types.UserError(

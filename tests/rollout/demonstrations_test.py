@@ -5,6 +5,7 @@ import json
 import os
 import random
 import tempfile
+import threading
 import unittest
 from unittest import mock
 
@@ -23,6 +24,7 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import demonstrations as demonstrations_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.assembly import components
+from stppo_jax.envs import guard
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -32,6 +34,7 @@ from stppo_jax.rollout import demonstrations
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.systems import grao
 from stppo_jax.training import loop
 from stppo_jax.training import packing
@@ -532,6 +535,25 @@ class PlayTest(parameterized.TestCase):
       batches.sample(params, 1, 0)
     with self.assertRaisesRegex(UserError, 'act.observation. is needed'):
       demonstrations.load('tests.rollout.demonstrations_test:FOLDER', None)
+
+  @parameterized.parameters(True, False)
+  def test_stop_leaves_a_slow_player(self, raises):
+    batches, _ = self.batches()
+    stop_signal = StopSignal()
+    released = threading.Event()
+    self.addCleanup(released.set)
+
+    def act(observation):
+      stop_signal.set()
+      released.wait(30)
+
+    demonstrator = dataclasses.replace(
+        batches.demonstrator,
+        source=lambda task: lambda rng: mock.Mock(act=act),
+        guard=guard.Guard(0.0, stop_signal, raises=raises),  # False: with several processes
+    )
+    with self.assertRaises(types.Stopped):
+      demonstrator.play(jax.random.key(0), [types.Task('1', 'q', ('a',))], [0])
 
   @parameterized.parameters(
       (dict(rollout__demonstrated=4), 'leaves nothing to sample'),
