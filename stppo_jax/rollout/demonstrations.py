@@ -36,7 +36,8 @@ _STREAM = 2**31  # folded into the key of a batch; rounds of sampling fold in sm
 class ScriptedPlayer(Protocol):
   """Plays one episode, or one role of it.
 
-  It may have `begin(task)`, which is called first, for a player that knows the answers.
+  It may have `begin(task)`, which is called first, for a player that knows the answers. The task is
+  the one that its environment gets, also in a mix.
   """
 
   def act(self, observation: str) -> str:
@@ -89,7 +90,8 @@ def begin(make_player: MakePlayer, task: types.Task, rng: random.Random) -> Scri
   """Returns a player of one episode of a task."""
   player = make_player(rng)
   if hasattr(player, 'begin'):
-    player.begin(task)
+    own = task.own if isinstance(task, types.MixTask) else None
+    player.begin(own or task)
   return player
 
 

@@ -24,6 +24,7 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import demonstrations as demonstrations_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.assembly import components
+from stppo_jax.data import mix
 from stppo_jax.envs import guard
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -535,6 +536,15 @@ class PlayTest(parameterized.TestCase):
       batches.sample(params, 1, 0)
     with self.assertRaisesRegex(UserError, 'act.observation. is needed'):
       demonstrations.load('tests.rollout.demonstrations_test:FOLDER', None)
+
+  def test_player_of_a_mix_gets_the_task_of_its_environment(self):
+    own = types.Task('q1', 'Which?', ('a',), dataset='nq')
+    (task,) = mix.tag('game', [own])
+    source = demonstrations.load(PLAYER, None)
+    with mock.patch.object(Oracle, 'begin') as begin:
+      source(task)(random.Random(0))
+      source(own)(random.Random(0))
+    self.assertEqual(begin.call_args_list, [mock.call(own)] * 2)
 
   @parameterized.parameters(True, False)
   def test_stop_leaves_a_slow_player(self, raises):
