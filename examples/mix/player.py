@@ -17,7 +17,7 @@ class Player:
 
   def act(self, observation: str) -> str:
     """Returns a search, a call or an answer."""
-    if self._task.environment == 'sums':
+    if self._task.dataset == 'sums':
       return self._sums.act(observation)
     if self._has_searched:
       return f'<answer>{self._task.answers[0]}</answer>'

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +22,6 @@ import numpy as np
 
 from stppo_jax import plugins
 from stppo_jax.config import Config
-from stppo_jax.config import DataSettings
 from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -35,6 +33,8 @@ from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.settings import validation
 from stppo_jax.text import tokenizer as tokenizer_lib
+from stppo_jax.types import RunError
+from stppo_jax.types import Stopped
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from stppo_jax.types import without_surrogates
@@ -113,6 +113,20 @@ class Components:
     order = np.random.default_rng(0).permutation(len(tasks))[:number]
     return [tasks[i] for i in sorted(order)]
 
+  @functools.cached_property
+  def have_several_answers(self) -> bool:
+    """Whether a task of the run has several answers."""
+    for name in ('tasks', 'held_out'):
+      try:
+        tasks = getattr(self, name)
+      except (RunError, Stopped):
+        raise
+      except Exception:  # a run may have only one of the splits, and reports an error of that one
+        continue
+      if any(len(task.answers) > 1 for task in tasks):
+        return True
+    return False
+
   def load(self) -> 'Components':
     """Loads the tokenizer and the retriever, and returns itself. No weights are read.
 
@@ -189,6 +203,11 @@ class MixComponents(Components):
           'run has one retriever: name all passages in config.data.corpus'
       )
     return next(iter(searching.values())).retriever
+
+  @functools.cached_property
+  def tasks(self) -> list[Task]:
+    """The tasks to train on: those of each environment."""
+    return self._tag_all(lambda own: own.tasks)
 
   @functools.cached_property
   def held_out(self) -> list[Task]:
@@ -272,7 +291,7 @@ def resolve(config: Config) -> Components:
         env.reward,
         reward,
         config.retriever.max_outage_s,
-        have_several=lambda: _have_several_answers(config.data, source),
+        have_several=lambda: components.have_several_answers,  # assigned below
     )
   available: dict[str, Any] = {
       'retriever': None,
@@ -305,7 +324,8 @@ def resolve(config: Config) -> Components:
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
   check_jax()  # after the imports of plug-ins, which may change its settings
-  return Components(config, kind, retriever, source)
+  components = Components(config, kind, retriever, source)
+  return components
 
 
 def check_jax() -> None:
@@ -458,15 +478,6 @@ def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], li
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
   return _checked(_load_function('data.source', name, {}))
-
-
-def _have_several_answers(data: DataSettings, source: Callable[[str], list[Task]]) -> bool:
-  """Returns whether a task of the run has several answers."""
-  for split in (data.train_split, data.eval_split):
-    with contextlib.suppress(UserError):  # a run may have only one of the splits
-      if any(len(task.answers) > 1 for task in source(split)):
-        return True
-  return False
 
 
 def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task]]:

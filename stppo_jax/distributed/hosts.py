@@ -302,7 +302,7 @@ def _plain(value):
   """Converts NumPy numbers and arrays, which environments may return, to JSON."""
   if isinstance(value, (np.generic, np.ndarray)):
     return value.tolist()
-  raise TypeError(
-      f'{value!r} of {type(value).__name__} cannot be sent to the other processes: an '
-      "environment's outcome must be JSON"
+  raise types.UserError(
+      f'{value!r:.200} of {type(value).__name__} cannot be sent to the other processes: with '
+      'several processes, what an environment returns has to be JSON'
   )

@@ -62,7 +62,6 @@ _MAY_BE_OURS = {
     **dict.fromkeys(('question', 'query', 'state'), (0,)),
     **dict.fromkeys(('response', 'solution'), (1, 2)),
 }
-_PROBES = 32  # calls with both forms of a completion before a TRL function gets texts
 
 
 class CustomReward:
@@ -183,8 +182,10 @@ def _adapt(
     return functools.partial(_call_verl, function, _VERL if takes_all else names, have_several)
   if 'completions' in names and set(required) <= set(_TRL):
     logging.info(
-        "config.env.reward=%r has TRL's parameters: it gets lists of one element, and "
-        'completions holds the transcript',
+        "config.env.reward=%r has TRL's parameters: it gets lists of one element. completions "
+        'holds the transcript as a text, and as a message only if the function raises a '
+        'TypeError, AttributeError, KeyError or IndexError for the first text. A function for '
+        'messages that raises none of them needs a wrapper',
         name,
     )
     return _TrlReward(name, function, names, takes_all, have_several)
@@ -256,9 +257,10 @@ def _call_verl(function, names, have_several, task, answer, transcript):
 class _TrlReward:
   """A function with TRL's parameters, called with lists of one element.
 
-  TRL gives completions as texts or as messages, and the function may be made for either. It gets
-  both until one form raises an error or has another score. The form that works, or that has the
-  higher score, is used from then on.
+  Completions are texts, TRL's standard format. A function that raises a TypeError, AttributeError,
+  KeyError or IndexError for the first text, and no error for the message, gets messages from then
+  on. A function that has scored a text is not given messages, whatever it raises later.
+  Scores decide nothing: a length, for example, is a number for both.
   """
 
   def __init__(self, name, function, names, takes_all, have_several):
@@ -267,8 +269,7 @@ class _TrlReward:
     self._names = names
     self._takes_all = takes_all
     self._have_several = have_several
-    self._gives_messages: bool | None = None  # None: not known yet
-    self._num_probes = 0
+    self._gives_messages: bool | None = None  # None: no call has succeeded yet
 
   def __call__(self, task: types.Task, answer: str, transcript: str) -> object:
     del answer
@@ -276,39 +277,21 @@ class _TrlReward:
     if self._gives_messages is not None:
       return self._call(columns, task, transcript, self._gives_messages)
     try:
-      of_text = self._call(columns, task, transcript, False)
-    except (TypeError, AttributeError, KeyError) as error:
+      score = self._call(columns, task, transcript, False)
+      self._gives_messages = False
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
       try:
-        of_messages = self._call(columns, task, transcript, True)
+        score = self._call(columns, task, transcript, True)
       except types.Stopped:
         raise
-      except Exception:  # the first error says more
-        raise error from None
+      except Exception as messages_error:
+        if outages.is_outage(messages_error):
+          raise
+        raise error from None  # the first error says more
       self._gives_messages = True
-      return of_messages
-    self._compare(of_text, columns, task, transcript)
-    return of_text if not self._gives_messages else self._call(columns, task, transcript, True)
-
-  def _compare(self, of_text, columns, task, transcript):
-    """Decides which form the function reads, if its scores differ."""
-    self._num_probes += 1
-    text_score = rewards.read_score(self._name, of_text, task, transcript)
-    try:
-      of_messages = self._call(columns, task, transcript, True)
-      messages_score = rewards.read_score(self._name, of_messages, task, transcript)
-    except types.Stopped:
-      raise
-    except Exception as error:  # it reads no messages, or its server cannot be reached
-      if outages.is_outage(error):
-        raise
-      self._gives_messages = False
-      return
-    if text_score != messages_score:
-      self._gives_messages = messages_score > text_score
-      form = 'messages' if self._gives_messages else 'texts'
-      logging.info('the reward %r gets completions as %s', self._name, form)
-    elif self._num_probes >= _PROBES:
-      self._gives_messages = False
+      text = f'{type(error).__name__}: {error}'
+      logging.info('the reward %r gets messages: it raised %s for a text', self._name, text)
+    return score
 
   def _columns(self, task):
     """Returns the columns by name, each with one element."""

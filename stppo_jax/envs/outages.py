@@ -16,10 +16,15 @@ _ERRNOS = frozenset(
     if hasattr(errno, name)
 )
 _STATUSES = frozenset((408, 425, 429))  # and all from 500 on
+_WORD = re.compile(r'[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+')
+# Whole words of the name of a class. `Connect`, `Network` and `Transport` stand at its end, because
+# they also begin names of graphs and games, such as those of NetworkX.
 _NAMES = re.compile(
-    r'Connect|Time(d)?Out|Transport|Network|Unreachable|Unavailable|RateLimit|Overloaded|'
-    r'InternalServer|ServerError|Throttl|RemoteProtocol|BadStatusLine|IncompleteRead|MaxRetr|'
-    r'ChunkedEncoding|DeadlineExceeded|AutoReconnect',
+    r'\b(Connection|Connector|Time ?out|Timed out|(Host|Network|Server|Service) Unreachable|'
+    r'Unavailable|Rate ?limit(ed)?|Overloaded|Internal Server|Server Error|Throttl(ed|er|ing)|'
+    r'Remote Protocol|Bad Status Line|Incomplete Read|Max Retr(y|ies)|Chunked Encoding|'
+    r'Deadline Exceeded|Auto Reconnect|Server Disconnected|'
+    r'(Connect|Network|Transport)( (Error|Exception|Failure))?$)\b',
     re.IGNORECASE,
 )
 # Mistakes of the caller, whose base class has another name.
@@ -67,7 +72,8 @@ def _known(error: BaseException) -> bool | None:
     return True
   if isinstance(error, OSError) and error.errno in _ERRNOS:
     return True
-  return True if any(map(_NAMES.search, names)) else None
+  phrases = [' '.join(_WORD.findall(name)) for name in names]
+  return True if any(map(_NAMES.search, phrases)) else None
 
 
 def _status(error: object) -> int | None:

@@ -19,6 +19,7 @@ from stppo_jax import types
 from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
+from stppo_jax.envs import stepping
 
 NOT_SEARCHED = object()  # default of `passages`, where None means that the retriever failed
 
@@ -136,7 +137,7 @@ class SearchEnv:
       observation = self._invalid
     else:
       if passages is NOT_SEARCHED:
-        passages = self.retriever.search([query], self.top_k)[0]
+        passages = stepping.call_retriever(self.retriever, [query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
       observation = types.without_surrogates(observation_text(passages or (), self.prompt))

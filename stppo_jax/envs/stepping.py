@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import reprlib
 import traceback
 from typing import Any
+from typing import TypedDict
 
 from absl import logging
 
@@ -22,21 +23,35 @@ from stppo_jax.envs import rewards
 _Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 _Results = list[_Passages] | tuple[_Passages, ...]  # one per query
 _MAX_FRAMES = 5  # shown of a call that was left running
+
+
+class ErrorInfo(TypedDict, total=False):
+  """What `info` holds of an error in the code of an environment."""
+
+  environment_error: str  # one line
+  traceback: str
+  timed_out: bool  # the call was abandoned
+  given_up: bool  # the run stops
+
+
+_INFO_KEYS = frozenset().union(
+    *(kind.__annotations__ for kind in (protocol.RoleResetInfo, protocol.RoleStepInfo, ErrorInfo))
+)
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 def reset(env: protocol.Env, seed: int) -> tuple[str, Any]:
   """Resets an environment and returns (observation, info).
 
-  If it raises an error or takes too long, `info` has 'environment_error', one line, and
-  'traceback'. UserError: it returned something else.
+  If it raises an error or takes too long, `info` is an ErrorInfo. Keys of `info` that nothing
+  reads are left out. UserError: it returned something else.
   """
   outcome, error_info = _call(env, 'reset', seed=seed)
   if error_info:
     return '', types.without_surrogates(error_info)
   if types.is_of(outcome, tuple[str, Mapping]):
     observation, info = outcome
-    return types.without_surrogates(observation), types.without_surrogates(info)
+    return types.without_surrogates(observation), _read_info(info)
   raise types.UserError(
       f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, info), a string and a dict'
@@ -51,18 +66,27 @@ def step(env: protocol.Env, action: str, **passages: Any) -> protocol.Step:
   """
   outcome, error_info = _call(env, 'step', action, **passages)
   if error_info:
-    return '', 0.0, True, False, {'action': 'error', **types.without_surrogates(error_info)}
+    return _failed_step(error_info)
   if types.is_of(outcome, tuple[str, Any, Any, Any, Mapping]):
     observation, reward, terminated, truncated, info = outcome
     if terminated in (True, False) and truncated in (True, False):
       observation = types.without_surrogates(observation)
-      info = types.without_surrogates(info)
-      return observation, reward, terminated, truncated, info
+      return observation, reward, terminated, truncated, _read_info(info)
   raise types.UserError(
       f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, reward, terminated, truncated, info), a string, a number, two booleans and a '
       'dict'
   )
+
+
+def _read_info(info: Mapping[str, Any]) -> Any:
+  """Returns `info` without other keys, whose values may be of any type."""
+  return types.without_surrogates({key: info[key] for key in info if key in _INFO_KEYS})
+
+
+def _failed_step(error_info) -> protocol.Step:
+  """Returns the outcome of a turn in which a method of the environment raised."""
+  return '', 0.0, True, False, {'action': 'error', **types.without_surrogates(error_info)}
 
 
 def _call(env, method, *args, **kwargs):
@@ -99,29 +123,34 @@ def step_all(
   """Steps every environment once, with one search per (retriever, top_k) for all of them.
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,
-  `retriever`, `top_k`, and a `step` that accepts `passages`. `map_all` steps the others: the
+  `retriever`, `top_k`, and a `step` that accepts `passages`. If its `query` raises an error, this
+  is the outcome of the step. `map_all` steps the others: the
   built-in map, or the one of a pool of threads.
   """
-  passages = _search(envs, actions)
+  steps: dict[int, protocol.Step] = {}
+  queries: dict[int, str] = {}
+  for row, (env, action) in enumerate(zip(envs, actions, strict=True)):
+    query, error_info = _query(env, action)
+    if error_info:  # `step` is not called, because `query` may still run in its thread
+      steps[row] = _failed_step(error_info)
+    elif query is not None:
+      queries[row] = query
+  passages = _search(envs, queries)
   rows = range(len(envs))
-  others = [row for row in rows if row not in passages]
+  others = [row for row in rows if row not in passages and row not in steps]
   step_row = lambda row: step(envs[row], actions[row])
-  steps = dict(zip(others, map_all(step_row, others)))
+  steps |= zip(others, map_all(step_row, others))
   for row, result in passages.items():
     steps[row] = step(envs[row], actions[row], passages=result)
   return [steps[row] for row in rows]
 
 
-def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]:
-  """Returns {row: passages} of the environments that take part in a shared search."""
-  queries: dict[int, str] = {}
+def _search(envs: Sequence[Any], queries: Mapping[int, str]) -> dict[int, _Passages]:
+  """Returns {row: passages} for the queries {row: query} of a shared search."""
   rows_per_search = collections.defaultdict(list)
-  for row, (env, action) in enumerate(zip(envs, actions, strict=True)):
-    query = _query(env, action)
-    if query is not None:
-      queries[row] = query
-      search = (id(env.retriever), env.top_k)
-      rows_per_search[search].append(row)
+  for row in queries:
+    search = (id(envs[row].retriever), envs[row].top_k)
+    rows_per_search[search].append(row)
 
   passages: dict[int, _Passages] = {}
   for (_, top_k), rows in rows_per_search.items():
@@ -141,29 +170,40 @@ def _search(envs: Sequence[Any], actions: Sequence[str]) -> dict[int, _Passages]
 
 
 def call_retriever(
-    retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard
+    retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
 ) -> Any:
-  """Returns the retriever's results. A search that takes too long has failed: None per query.
+  """Returns the retriever's results. None per query: the search raised, or took too long.
 
   A retriever that can give up by itself has its own time limits.
   """
   limit = guard.unlimited() if hasattr(retriever, 'stop_signal') else guard
   try:
     return limit.call('search', retriever.search, queries, top_k)
+  except factory.ENDS_RUN:
+    raise
   except guard_lib.StopSeen:
-    return [None] * len(queries)
+    pass
   except guard_lib.TimedOut as error:
-    logging.log_every_n_seconds(
-        logging.WARNING, 'the retriever %s gave %s', 60, type(retriever).__name__, error
-    )
-    return [None] * len(queries)
+    _log_failed_search(retriever, f'gave {error}')
+  except Exception as error:  # a user's code may raise anything
+    message = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+    _log_failed_search(retriever, f'raised {message} ({plugins.raised_at(error)})')
+  return [None] * len(queries)
+
+
+def _log_failed_search(retriever, reason):
+  """Logs the first failure of each minute."""
+  name = type(retriever).__name__
+  logging.log_every_n_seconds(logging.WARNING, 'the retriever %s %s', 60, name, reason)
 
 
 def _query(env, action):
-  """Returns the query for the shared search, or None if the environment takes no part in it."""
+  """Returns (the query for the shared search or None, None or info about the error it raised).
+
+  The query is None, too, if the environment takes no part in the search.
+  """
   has_retriever = getattr(env, 'retriever', None) is not None
   has_query = callable(getattr(env, 'query', None))
   if not (has_retriever and has_query and hasattr(env, 'top_k')):
-    return None
-  query, _ = _call(env, 'query', action)  # `step` may raise its error again
-  return query
+    return None, None
+  return _call(env, 'query', action)

@@ -22,6 +22,7 @@ from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
+from stppo_jax.envs import stepping
 from stppo_jax.envs import tool_runners
 from stppo_jax.text import tool_calls
 
@@ -258,7 +259,7 @@ class ToolEnv:
 
   def _search(self, query, passages):
     if passages is search.NOT_SEARCHED:
-      passages = self.retriever.search([query], self.top_k)[0]
+      passages = stepping.call_retriever(self.retriever, [query], self.top_k)[0]
     if passages is None:
       return tool_runners.Outcome('', _RETRIEVAL_FAILED)
     lines = [f'{i}. {passage.title}: {passage.text}' for i, passage in enumerate(passages, start=1)]

@@ -30,7 +30,6 @@ from stppo_jax.stop_signal import StopSignal
 # Requests in flight at once. Search-R1's server searches in a thread per request, without a lock,
 # and an index of FAISS on GPUs does not support that.
 CONCURRENCY = {'search_r1': 1, 'ragen': 8}
-DIALECTS = tuple(CONCURRENCY)
 _TEXT_LENGTH = 300  # characters of a failure in the log
 
 

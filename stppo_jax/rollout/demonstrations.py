@@ -36,7 +36,8 @@ _STREAM = 2**31  # folded into the key of a batch; rounds of sampling fold in sm
 class ScriptedPlayer(Protocol):
   """Plays one episode, or one role of it.
 
-  It may have `begin(task)`, which is called first, for a player that knows the answers.
+  It may have `begin(task)`, which is called first, for a player that knows the answers. The task is
+  the one that its environment gets, also in a mix.
   """
 
   def act(self, observation: str) -> str:
@@ -89,7 +90,8 @@ def begin(make_player: MakePlayer, task: types.Task, rng: random.Random) -> Scri
   """Returns a player of one episode of a task."""
   player = make_player(rng)
   if hasattr(player, 'begin'):
-    player.begin(task)
+    own = task.own if isinstance(task, types.MixTask) else None
+    player.begin(own or task)
   return player
 
 
@@ -164,7 +166,8 @@ class Demonstrator:
   ) -> list[types.Episode]:
     """Plays one episode per task; returns its rows, one per role, in the order of the tasks.
 
-    The result depends on the key of the batch, and on the tasks. Process 0 plays.
+    The result depends on the key of the batch, and on the tasks. Process 0 plays. If the run stops
+    while a player acts, all processes raise Stopped.
     """
     keys = episode_lib.row_keys(jax.random.fold_in(key, _STREAM), tasks)
     seeds = episode_lib.reset_seeds(keys, tasks)
@@ -238,6 +241,8 @@ class Demonstrator:
       return self.guard.call('the player', function, *args)
     except factory.ENDS_RUN:
       raise
+    except guard_lib.StopSeen:  # `play` raises it on all processes
+      raise types.Stopped from None
     except Exception as error:  # a player's code may raise anything
       message = ' '.join(f'{type(error).__name__}: {error}'.split())
       raise types.UserError(

@@ -166,15 +166,26 @@ class RemoteAgent(agent_lib.Agent):
     )
 
   def _probe_prompts(self, tasks):
-    """Returns the prompts of the first tasks."""
+    """Returns the prompts of the first tasks whose environment starts. UserError: none does."""
     longest = episode_lib.longest_prompt(prepare.limits(self.config))
+    guard = prepare.make_guard(self.config)
     prompts = []
-    for task in tasks[: remote.NUM_PROBES]:
+    error = 'there are no tasks'
+    for task in tasks:
       seed = task.seed or 0
-      guard = prepare.make_guard(self.config)
       observation, info = stepping.reset(self.env(task, seed, guard), seed)
+      if 'environment_error' in info:
+        error = f'{info["environment_error"]}, on task {task.id!r}'
+        continue
       ids = episode_lib.first_prompt(self.tokenizer, observation, info)
       prompts.append(ids[:longest])
+      if len(prompts) == remote.NUM_PROBES:
+        break
+    if not prompts:
+      raise types.UserError(
+          f'no task of this run gives a prompt to compare engines and trainer with ({error}): '
+          'correct the environment'
+      )
     return prompts
 
 

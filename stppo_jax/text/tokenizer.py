@@ -371,7 +371,9 @@ def _end_to_keep(tokenizer: Tokenizer, text: str, limit: int) -> str:
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-  """Returns at most `limit` ids of an inline observation. A cut one keeps `_end_to_keep`.
+  """Returns at most `limit` ids of an inline observation, cut at the end of a character.
+
+  A cut observation keeps `_end_to_keep`.
 
   The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as
   a whole one, and no token of a passage closes the block, opens another, or is a control token.
@@ -379,7 +381,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   start = text.rfind(CLOSING_TAG)
   if start < 0:
     head = text[: limit * LONGEST_TOKEN]
-    return tokenizer.encode(head)[:limit]
+    return _cut(tokenizer, tokenizer.encode(head), limit)
   is_kept = bool(_end_to_keep(tokenizer, text, limit))
   tail = tokenizer.encode(text[start:] if is_kept else text[start:][: limit * LONGEST_TOKEN])
   if is_kept and len(tail) > limit:
@@ -392,7 +394,25 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   passages = text[inside:start][: limit * LONGEST_TOKEN]
   ids = tokenizer.encode(text[:inside])
   ids += tokenizer.encode_passage(passages)
-  return ids[: limit - len(tail)] + tail if is_kept else (ids + tail)[:limit]
+  if is_kept:
+    return _cut(tokenizer, ids, limit - len(tail)) + tail
+  return _cut(tokenizer, ids + tail, limit)
+
+
+def _cut(tokenizer: Tokenizer, ids: list[int], limit: int) -> list[int]:
+  """Returns at most `limit` ids of a text, up to the end of a character."""
+  ids = ids[:limit]
+  while ids and not _ends_whole(b''.join(tokenizer.token_bytes[i] for i in ids)):
+    ids.pop()
+  return ids
+
+
+def _ends_whole(text: bytes) -> bool:
+  try:
+    text.decode('utf-8')
+  except UnicodeDecodeError as error:
+    return error.end < len(text)  # otherwise the bytes of the last character are missing
+  return True
 
 
 def stop_automaton(

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import sys
@@ -191,6 +192,29 @@ plugin.load_lists = lambda split: [Task('t', 'q', answers=['red'], seed=np.int64
 plugin.Procedural = type(
     'Procedural', (Bare,), {'__init__': lambda self, task: None, 'load_tasks': plugin.load_twice}
 )
+plugin.truths = []
+plugin.note_truth = lambda solution_str, ground_truth: plugin.truths.append(ground_truth) or 1.0
+plugin.num_loads = 0
+
+
+class Quiz(Bare):
+  """An environment with its own tasks, some of which have several answers."""
+
+  answers = (('a',), ('a', 'b'))
+
+  def __init__(self, task, reward):
+    self.reward = functools.partial(reward, task, '', '')
+
+  @classmethod
+  def load_tasks(cls, split):
+    plugin.num_loads += 1
+    if split == 'test':
+      raise KeyError(split)
+    tasks = enumerate(cls.answers, start=1)
+    return [Task(f'{i}', 'q', names, dataset=f'quiz{i}', hops=i) for i, names in tasks]
+
+
+plugin.Quiz = Quiz
 plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
 plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
 plugin.Taskless = type('Taskless', (), {})
@@ -243,6 +267,26 @@ class ResolveTest(parameterized.TestCase):
       scores = job.evaluate(config, self.enterContext(tempfile.TemporaryDirectory())).scores
     self.assertEqual(scores['val-core/all/won'], 0.5)
     self.assertEqual(scores['val-core/all/score'], 0.25)
+
+  def test_several_answers_are_those_of_the_tasks_of_the_run(self):
+    """The ground truth is a list if a task that the run plays has several answers."""
+    selections = (
+        ({}, ['a']),
+        ({'data__datasets': ('quiz1',)}, 'a'),
+        ({'data__datasets': ('quiz1', 'quiz2'), 'data__max_hops': 2}, ['a']),
+        ({'data__max_hops': 1}, 'a'),
+        ({'data__train_split': 'test'}, ['a']),
+    )
+    for values, truth in selections:
+      with self.subTest(values=values):
+        env = {'env__kind': 'a_users_module:Quiz', 'env__reward': 'a_users_module:note_truth'}
+        parts = resolve(**env, **values)
+        plugin.num_loads = 0
+        task = parts.held_out[0]
+        parts.env(task, 0).reward()
+        self.assertEqual(plugin.truths[-1], truth)
+        parts.env(task, 0).reward()
+        self.assertLessEqual(plugin.num_loads, 2)  # once per split
 
   def test_options_override_settings(self):
     options = {'high': 5, 'max_turns': 20}

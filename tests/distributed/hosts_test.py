@@ -81,7 +81,7 @@ class OneProcessTest(parameterized.TestCase):
       hosts.by_writer(mock.Mock(side_effect=types.UserError('no')))
 
   def test_a_value_that_is_not_json_is_named(self):
-    with self.assertRaisesRegex(TypeError, 'object'):
+    with self.assertRaisesRegex(types.UserError, 'object'):
       hosts.share(object())
 
   def test_put_and_fetch_are_inverse(self):

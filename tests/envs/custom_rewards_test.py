@@ -115,24 +115,40 @@ class ShapesTest(parameterized.TestCase):
           self.assertEqual(truths[-1], truth)
 
   def test_trl_reward_finds_its_form_of_completions(self):
-    def catches_all(completions, answer):
-      try:
-        return [float(truth in turns[0]['content']) for turns, truth in zip(completions, answer)]
-      except Exception:
-        return [0.0]
+    def finds_keys(completions, **kwargs):
+      return [float('blue' in dict(enumerate(completions[0]))[0]['content'])]
 
     async def reads_messages(completions, **kwargs):
       return [1.0 if 'blue' in completions[0][0]['content'] else 0.0]
 
     async def reads_texts(completions, **kwargs):
-      return [1.0 if 'blue' in completions[0] else 0.0]
+      return [1.0 if 'blue' in completions[0].strip() else 0.0]
 
-    for function in (catches_all, reads_messages, reads_texts):
+    for function in (finds_keys, reads_messages, reads_texts):
       with self.subTest(function.__name__):
         reward = custom_rewards.CustomReward('mine:reward', function, 0.0)
-        wrong = types.Task('t3', 'Which?', ('green',))
-        self.assertEqual(reward(wrong, 'red', 'red'), 0.0)  # tells nothing
+        self.assertEqual(reward(TASK, 'red', 'red'), 0.0)
         self.assertEqual([reward(TASK, 'blue', TRANSCRIPT) for _ in range(2)], [1.0, 1.0])
+
+  def test_scores_do_not_decide_form_of_completions(self):
+    def reward_len(completions, **kwargs):
+      return [-abs(20 - len(completion)) for completion in completions]
+
+    reward = custom_rewards.CustomReward('mine:reward', reward_len, 0.0)
+    lengths = (500, 20, 30)
+    self.assertEqual([reward(TASK, 'x', 'x' * n) for n in lengths], [-480.0, 0.0, -10.0])
+
+  def test_trl_reward_keeps_texts_after_a_score(self):
+    def fails_sometimes(completions, **kwargs):
+      if completions[0] == 'red':
+        raise KeyError('choices')
+      return [float(len(completions[0]))]
+
+    reward = custom_rewards.CustomReward('mine:reward', fails_sometimes, 0.0)
+    self.assertEqual(reward(TASK, 'blue', 'blue'), 4.0)
+    with self.assertRaisesRegex(rewards.RewardError, 'KeyError'):
+      reward(TASK, 'red', 'red')
+    self.assertEqual(reward(TASK, 'blue', 'blue'), 4.0)
 
   @parameterized.parameters(
       (
@@ -187,9 +203,8 @@ class ShapesTest(parameterized.TestCase):
     def reads_messages(completions, **kwargs):
       nonlocal num_calls
       num_calls += 1
-      if isinstance(completions[0], str):
-        return [0.0]
-      if num_calls == 2:
+      (message,) = completions[0]
+      if message['content'] and num_calls == 2:
         raise ConnectionRefusedError('the judge is busy')
       return [1.0]
 
@@ -253,7 +268,12 @@ OUTAGES = (
     urllib.error.URLError(ConnectionRefusedError()),
     urllib.error.HTTPError('u', 502, 'x', {}, None),
     make('ConnectError', make('TransportError').__class__),  # httpx
+    make('RemoteProtocolError', make('TransportError').__class__),
     make('APITimeoutError'),  # openai
+    make('APIConnectionError'),
+    make('RateLimitError'),
+    make('ClientConnectorDNSError'),
+    make('NetworkTimeout', make('AutoReconnect').__class__),  # pymongo
     make('InternalServerError', status_code=500),
     make('OverloadedError', status_code=529),  # anthropic
     make('ClientResponseError', status=503),  # aiohttp
@@ -271,6 +291,12 @@ ERRORS = (
     make('BadRequestError', status_code=400),
     make('UnsupportedProtocol', make('TransportError').__class__),
     subprocess.TimeoutExpired('grader', 3),
+    make(
+        'NetworkXNoPath', make('NetworkXUnfeasible', make('NetworkXException').__class__).__class__
+    ),
+    make('DisconnectedGraphError', ValueError),
+    make('ConnectFourError', ValueError),
+    make('UnreachableNodeError', ValueError),
     raised_from(ValueError(), RuntimeError()),
     raised_from(TimeoutError(), make('AuthenticationError', status_code=401)),
 )

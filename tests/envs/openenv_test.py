@@ -157,7 +157,7 @@ class OpenEnvTest(absltest.TestCase):
   def test_server_without_room_is_one_line(self):
     sessions = [self.start(seed)[0] for seed in range(SESSIONS)]
     with self.assertRaisesRegex(UserError, 'starts no episode .*max_concurrent_envs') as caught:
-      self.start(9)
+      self.start(9, timeout_s=2)
     self.assertNotIn('\n', str(caught.exception))
     del sessions[0]  # an episode that a limit ended
     self.doCleanups()
@@ -167,7 +167,7 @@ class OpenEnvTest(absltest.TestCase):
     stops = []  # the first one kills the second server
     second = env_server.start(lambda stop: stops.insert(0, stop), SERVER, SESSIONS)
     self.addCleanup(lambda: [stop() for stop in stops])
-    factory = resolve(f'{self.url},{second}')
+    factory = resolve(f'{self.url},{second}', timeout_s=5)
     envs = [self.begin(factory, seed)[0] for seed in range(2 * SESSIONS)]
     with self.assertRaisesRegex(UserError, 'CAPACITY_REACHED'):
       self.begin(factory, 9)

@@ -8,6 +8,8 @@ from absl.testing import absltest
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.envs import factory
+from stppo_jax.envs import guard
 from stppo_jax.envs import isolation
 from stppo_jax.envs import search
 from stppo_jax.envs import stepping
@@ -118,6 +120,47 @@ class StepAllTest(absltest.TestCase):
       env = start(retriever=retriever)
       with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
         stepping.step_all([env], ['<search>x</search>'])
+
+  def test_raising_retriever_is_a_failed_search(self):
+    error = mock.Mock(side_effect=ConnectionResetError('by peer'))
+    retriever = FakeRetriever()
+    retriever.search = lambda queries, top_k: error()
+    with mock.patch.object(stepping.logging, 'log_every_n_seconds') as log:
+      step, other = stepping.step_all([start(retriever=retriever) for _ in range(2)], [SEARCH] * 2)
+    _, text, _, *values = log.call_args.args
+    line = rf'^the retriever FakeRetriever raised ConnectionResetError: by peer \({__file__}:\d+\)$'
+    self.assertRegex(text % tuple(values), line)
+    self.assertEqual(step, start(retriever=FakeRetriever(None)).step(SEARCH))
+    self.assertEqual(step, other)
+    self.assertEqual(step, start(retriever=retriever).step(SEARCH))
+    for kind in (types.UserError, types.RunError, types.Stopped):
+      error.side_effect = kind
+      with self.assertRaises(kind):
+        stepping.step_all([start(retriever=retriever)], [SEARCH])
+
+  def test_error_of_query_is_the_outcome_of_the_step(self):
+    class Asks(ForeignEnv):
+      retriever, top_k, uses_global_random = FakeRetriever(), 3, False
+      steps = 0
+
+      def __init__(self, task):
+        del task
+
+      def query(self, action):
+        never.wait() if action == 'slow' else {}[action]
+
+      def step(self, action, passages=()):
+        Asks.steps += 1
+        return super().step(action)
+
+    never = threading.Event()
+    self.addCleanup(never.set)
+    kind = factory.make_factory('mine:Asks', Asks, {}, {})
+    envs = [kind(None, 0, guard.Guard(0.3)) for _ in range(2)]
+    fast, slow = stepping.step_all(envs, ['fast', 'slow'])
+    self.assertEqual((fast[:4], slow[:4], Asks.steps), (('', 0.0, True, False),) * 2 + (0,))
+    self.assertIn("Asks raised KeyError: 'fast' (", fast[4]['environment_error'])
+    self.assertIn('no result of query within 0.3 s', slow[4]['environment_error'])
 
   def test_empty_round(self):
     self.assertEqual(stepping.step_all([], []), [])

@@ -286,7 +286,7 @@ class FailuresTest(parameterized.TestCase):
       ('too_large', (200, b' ' * 70_000)),
   )
   def test_permanent_errors_are_not_retried(self, reply):
-    for dialect in http.DIALECTS:
+    for dialect in http.CONCURRENCY:
       with _server(lambda *_: reply) as (url, questions):
         retriever = _retriever(url, dialect=dialect, retries=3, max_response_bytes=60_000)
         if dialect == 'ragen' and isinstance(reply, dict):
@@ -339,7 +339,7 @@ class FailuresTest(parameterized.TestCase):
 
   def test_connection_refused(self):
     with processes.unused_address() as url:
-      for dialect in http.DIALECTS:
+      for dialect in http.CONCURRENCY:
         retriever = _retriever(url, dialect=dialect, retries=1)
         self.assertEqual(retriever.search(['a'], 1), [None])
 

@@ -106,7 +106,7 @@ def can_connect(port):
 
 class DialectsTest(parameterized.TestCase):
 
-  @parameterized.parameters(*client.DIALECTS)
+  @parameterized.parameters(*client.CONCURRENCY)
   def test_client_reads_what_corpus_holds(self, dialect):
     local = bm25.Bm25Retriever(PASSAGES)
     queries = ['capital', 'number 6', 'xylophone', '', 'São \ud800 \x00 "x"\n']

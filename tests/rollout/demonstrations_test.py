@@ -5,6 +5,7 @@ import json
 import os
 import random
 import tempfile
+import threading
 import unittest
 from unittest import mock
 
@@ -23,6 +24,8 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import demonstrations as demonstrations_lib
 from stppo_jax.algorithms import variants
 from stppo_jax.assembly import components
+from stppo_jax.data import mix
+from stppo_jax.envs import guard
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -32,6 +35,7 @@ from stppo_jax.rollout import demonstrations
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import NEVER
+from stppo_jax.stop_signal import StopSignal
 from stppo_jax.systems import grao
 from stppo_jax.training import loop
 from stppo_jax.training import packing
@@ -540,6 +544,34 @@ class PlayTest(parameterized.TestCase):
       batches.sample(params, 1, 0)
     with self.assertRaisesRegex(UserError, 'act.observation. is needed'):
       demonstrations.load('tests.rollout.demonstrations_test:FOLDER', None)
+
+  def test_player_of_a_mix_gets_the_task_of_its_environment(self):
+    own = types.Task('q1', 'Which?', ('a',), dataset='nq')
+    (task,) = mix.tag('game', [own])
+    source = demonstrations.load(PLAYER, None)
+    with mock.patch.object(Oracle, 'begin') as begin:
+      source(task)(random.Random(0))
+      source(own)(random.Random(0))
+    self.assertEqual(begin.call_args_list, [mock.call(own)] * 2)
+
+  @parameterized.parameters(True, False)
+  def test_stop_leaves_a_slow_player(self, raises):
+    batches, _ = self.batches()
+    stop_signal = StopSignal()
+    released = threading.Event()
+    self.addCleanup(released.set)
+
+    def act(observation):
+      stop_signal.set()
+      released.wait(30)
+
+    demonstrator = dataclasses.replace(
+        batches.demonstrator,
+        source=lambda task: lambda rng: mock.Mock(act=act),
+        guard=guard.Guard(0.0, stop_signal, raises=raises),  # False: with several processes
+    )
+    with self.assertRaises(types.Stopped):
+      demonstrator.play(jax.random.key(0), [types.Task('1', 'q', ('a',))], [0])
 
   @parameterized.parameters(
       (dict(rollout__demonstrated=4), 'leaves nothing to sample'),

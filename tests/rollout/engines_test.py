@@ -31,6 +31,7 @@ from stppo_jax.assembly import agents
 from stppo_jax.assembly import components
 from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import factory
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
@@ -926,6 +927,32 @@ class FolderTest(absltest.TestCase):
     placed = jax.device_put(self.params, sharding.tree_shardings(self.params, mesh))
     for params in (self.params, placed):
       np.testing.assert_allclose(score(model, params), expected, atol=1e-4)
+
+
+class ProbePromptsTest(absltest.TestCase):
+
+  def test_tasks_whose_reset_raises_are_passed_over(self):
+    class Levels:
+      uses_global_random = False
+
+      def __init__(self, task):
+        self.task = task
+
+      def reset(self, seed=None):
+        if int(self.task.id) < 3:
+          raise FileNotFoundError('no level')
+        return f'level {self.task.id}', {}
+
+    config = schema.Config()
+    tokenizer = prepare.load_tokenizer(config)
+    env = factory.make_factory('mine:Levels', Levels, {}, {})
+    agent = mock.Mock(config=config, tokenizer=tokenizer, env=env)
+    tasks = [types.Task(str(i)) for i in range(20)]
+    prompts = engines_lib.RemoteAgent._probe_prompts(agent, tasks)
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    self.assertEqual(texts, [f'level {i}' for i in range(3, 3 + remote.NUM_PROBES)])
+    with self.assertRaisesRegex(types.UserError, r"^no task [^\n]*no level [^\n]*on task '2'"):
+      engines_lib.RemoteAgent._probe_prompts(agent, tasks[:3])
 
 
 class AloneTest(absltest.TestCase):

@@ -89,11 +89,11 @@ class Words:
     }.get(action, 0.1 + 0.2 + self.bonus)
     info = {'metrics': {'won': np.int64(self.left), 'third': 1 / 3}, 'action': action}
     if action == 'set':
-      info['found'] = {1}
+      info['passage_ids'] = {1}
     if action == 'keys':
-      info['found'] = {1: 2}
+      info['passage_ids'] = {1: 2}
     if action == 'bytes':
-      info['found'] = b'x'
+      info['passage_ids'] = b'x'
     text = f'{action} {self.random.random()}'
     return text, reward, action == 'win', self.left == 0, info
 
@@ -246,9 +246,9 @@ class EnvServerTest(ServerTestCase):
       ('end the run', 'the retriever is gone'),
       ('nan', 'the reward is nan'),
       ('array', 'the reward is array'),
-      ('set', r"observation\['info'\]\['found'\] is \{1\}"),
-      ('keys', r"observation\['info'\]\['found'\] is \{1: 2\}"),
-      ('bytes', r"observation\['info'\]\['found'\] is b'x'"),
+      ('set', r"observation\['info'\]\['passage_ids'\] is \{1\}"),
+      ('keys', r"observation\['info'\]\['passage_ids'\] is \{1: 2\}"),
+      ('bytes', r"observation\['info'\]\['passage_ids'\] is b'x'"),
   )
   def test_failed_step_is_an_error_message(self, action, words):
     server = self.start()
@@ -601,8 +601,17 @@ class ServedEnvTest(ServerTestCase):
     self.assertEmpty(output.stderr)
     wait_for(lambda: server.app.num_sessions == 0)
 
+  def test_full_server_is_waited_for(self):
+    factory = resolve(self.start(max_sessions=1).url, timeout_s=20)
+    first, _ = self.begin(factory)
+    timer = threading.Timer(0.5, first._close)
+    timer.start()
+    self.addCleanup(timer.join)
+    _, (text, _) = self.begin(factory)
+    self.assertStartsWith(text, 'q')
+
   def test_full_servers_are_one_line(self):
-    factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)])
+    factory = resolve(*[self.start(max_sessions=1).url for _ in range(2)], timeout_s=2)
     for _ in range(2):
       self.begin(factory)
     with self.assertRaisesRegex(UserError, 'starts no episode .*CAPACITY_REACHED') as caught:

@@ -299,7 +299,7 @@ class TablesTest(absltest.TestCase):
         'env.reward': set(rewards.REWARDS),
         'env.branch_credit': {'episode', 'program'},
         'retriever.kind': set(kinds.RETRIEVERS),
-        'retriever.dialect': set(http.DIALECTS),
+        'retriever.dialect': set(http.CONCURRENCY),
         'model.critic': {'separate', 'shared'},
         'train.share_prefixes': {'auto', 'always', 'never'},
         'model.role_parameters': {'shared', 'own'},

@@ -466,6 +466,15 @@ class ObservationTest(parameterized.TestCase):
     self.assertEqual(ids, self.tokenizer.encode('try again ' * 20)[:7])
     self.assertEqual(chat.encode_observation(self.tokenizer, '', limit=7), [])
 
+  def test_no_character_is_cut(self):
+    faces = '\U0001f600' * 50
+    for text in (faces, f'<information>{faces}</information>'):
+      for limit in range(38, 42):
+        with self.subTest(text=text[:2], limit=limit):
+          ids = chat.encode_observation(self.tokenizer, text, limit)
+          self.assertBetween(len(ids), limit - 3, limit)
+          self.assertNotIn('\ufffd', self.tokenizer.decode(ids))
+
   def test_limit_below_the_tag(self):
     with self.assertRaisesRegex(types.UserError, r'raise config\.rollout\.max_observation$'):
       chat.encode_observation(self.tokenizer, '<information></information>', limit=1)

@@ -7,7 +7,8 @@ This is a client of the server's WebSocket /ws, with one session per episode. Th
   OpenEnvEnv   any OpenEnv server. Actions and observations are JSON objects there and texts here.
   ServedEnv    `stppo env-server`: the episodes equal those of its class in this process
 
-A server must allow as many sessions as a batch has episodes (max_concurrent_envs, --sessions).
+All servers together must allow as many sessions (max_concurrent_envs, --sessions) as a batch has
+episodes, and as there are held-out tasks, because an evaluation starts all of them together.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,9 @@
 """The addresses of OpenEnv servers, and the sessions of this process at each.
 
 An episode starts at the address with the fewest sessions. An address that does not answer is lost:
-other addresses get its episodes, and one episode tries it again after a wait that doubles.
+other addresses get its episodes, and one episode tries it again after a wait that doubles. While
+all addresses are full, an episode waits for a session to end. A session whose call is abandoned
+counts on its server until the call returns.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,10 @@ _FIRST_RETRY_S = 1.0  # wait before a lost address is tried again; doubled after
 _LONGEST_RETRY_S = 30.0
 _POLL_S = 0.25
 _FULL = 'CAPACITY_REACHED'  # code of a server without room
-_ADVICE = 'start the server, with max_concurrent_envs of at least the episodes of a batch'
+_ADVICE = (
+    'start the server, with as many sessions (max_concurrent_envs, --sessions) as the episodes of '
+    'a batch or the held-out tasks, whichever are more'
+)
 
 
 class ErrorAnswer(Exception):
@@ -160,7 +165,7 @@ class ServerAddresses:
     """Opens a session with a reset; returns it with the first observation's message.
 
     Raises ErrorAnswer, and ConnectionError if the servers that are left have no room. UserError: no
-    server answers within `timeout_s`, or all of them have too few sessions.
+    server answers within `timeout_s`, or none has room by then.
     """
     deadline = time.monotonic() + timeout_s
     reason = 'no address answers'
@@ -177,9 +182,14 @@ class ServerAddresses:
             f'{num_lost} of {len(self._servers)} addresses do not answer, and the others have no '
             'room'
         )
-      if not num_lost or time.monotonic() >= deadline:
+      if time.monotonic() >= deadline:
         raise types.UserError(
-            f'config.env.kind={self._kind!r} starts no episode ({reason}): {_ADVICE}'
+            f'config.env.kind={self._kind!r} starts no episode within env.options.timeout_s='
+            f'{timeout_s:g} ({reason}): {_ADVICE}'
+        )
+      if not num_lost:
+        logging.log_every_n_seconds(
+            logging.WARNING, 'all environment servers are full (%s): episodes wait', 60, reason
         )
       guard.pause(_POLL_S)
 
