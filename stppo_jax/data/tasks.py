@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import hashlib
 import itertools
 import os
 import pathlib
@@ -218,6 +219,12 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
         len(common),
         len(held_out),
     )
+
+
+def digest(tasks: Sequence[types.Task]) -> str:
+  """Returns a digest of all fields of the tasks, in order."""
+  text = '\n'.join(map(repr, tasks))
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_corpus(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> list[types.Passage]:
