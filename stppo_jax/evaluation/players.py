@@ -116,7 +116,7 @@ class LocalPlayer(Player):
     self.batch = _ROUNDS * config.eval.rows
     self.description = policy.description
     self.label = f'{policy.updates:06d}' if policy.updates else 'untrained'
-    self.identity = policy_lib.identity(config, workdir, policy.updates)
+    self.identity = policy_lib.identity(components, workdir, policy.updates)
 
     self._config = config
     self._is_greedy = temperature(config) == 0

@@ -74,10 +74,7 @@ _NOT_PLAYED_BY = frozenset(
 
 
 def depends_on(config: Config, tasks: Sequence[types.Task]) -> dict[str, object]:
-  """Returns what episodes depend on in addition to the weights and the way of sampling.
-
-  Choice: not the corpus, which a server may have.
-  """
+  """Returns what episodes depend on in addition to the player and the way of sampling."""
   settings = {path: value for path, _, value in validation.fields(config)}
   paths = _played_by(config, settings)
   return {
@@ -88,11 +85,18 @@ def depends_on(config: Config, tasks: Sequence[types.Task]) -> dict[str, object]
   }
 
 
-def identity(config: Config, workdir: str, updates: int) -> dict[str, object]:
-  """Returns what distinguishes the policy after `updates` of `workdir`; 0: the untrained one."""
+def identity(
+    components: components_lib.Components, workdir: str, updates: int
+) -> dict[str, object]:
+  """Returns what distinguishes the policy after `updates` of `workdir`, and what it searches in.
+
+  0 updates: the untrained policy. Choice: not the passages of a server.
+  """
+  config = components.config
   weights = hosts.by_writer(checkpoint.fingerprint, workdir, updates) if updates else ''
   base = hosts.by_writer(hf_config.fingerprint, prepare.model_folder(config))
-  return {'updates': updates or None, 'weights': weights, 'folder': base}
+  passages = components.passages_digest
+  return {'updates': updates or None, 'weights': weights, 'folder': base, 'passages': passages}
 
 
 def _played_by(config: Config, names: Iterable[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """Plays batches of a run with a fixed policy, and saves them for training on them later."""
 
-from collections.abc import Sequence
 import dataclasses
 import json
 import os
@@ -20,7 +19,6 @@ from stppo_jax.settings import validation
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import Stopped
-from stppo_jax.types import Task
 
 
 def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSignal) -> str:
@@ -38,7 +36,7 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   components.load()
   components.check_prompts(questions)
   loaded = policy.policy(config, workdir, all_policies=True)
-  name = folder_name(config, questions, workdir, loaded.updates)
+  name = folder_name(components, workdir, loaded.updates)
   folder = os.path.join(workdir, 'samples', name)
   mesh = sharding.mesh_of(config.mesh)
   own_sampler = dataclasses.replace(config.rollout, engine='')
@@ -68,12 +66,13 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   return folder
 
 
-def folder_name(config: Config, questions: Sequence[Task], workdir: str, updates: int) -> str:
+def folder_name(components: components_lib.Components, workdir: str, updates: int) -> str:
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
+  config = components.config
   depends = {
-      **policy.depends_on(config, questions),
+      **policy.depends_on(config, components.tasks),
       'episodes': config.train.episodes,
-      'player': policy.identity(config, workdir, updates),
+      'player': policy.identity(components, workdir, updates),
   }
   text = json.dumps(depends, sort_keys=True)
   digest = zlib.crc32(text.encode())

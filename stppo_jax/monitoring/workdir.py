@@ -24,8 +24,14 @@ _MAX_SHOWN = 4  # differences in an error
 # Address of a part that another process computes -> what a run without the address has.
 _PARTS = {'rollout.engine': 'our own sampler', 'teacher.address': 'no teacher there'}
 
+# Keys of config.json with a digest of data -> their meaning.
+_DATA = {
+    'train_questions': 'the questions to train on',
+    'held_out_questions': 'the held-out questions',
+    'passages': 'the passages that searches find',
+}
 # Keys of config.json that are no settings.
-RECORDED = ('plugins', 'objective', 'train_questions')
+RECORDED = ('plugins', 'objective', *_DATA)
 
 
 def check_path(workdir: str) -> None:
@@ -131,8 +137,7 @@ def claim(
       )
     for config_there in filter(None, saved):
       _check_same_run(workdir, config_there, record, may_change, accepts_changes)
-      if 'train_questions' in config_there:
-        record['train_questions'] = config_there['train_questions']
+      record |= {name: config_there[name] for name in _DATA if name in config_there}
     there, here = flatten(_settings(next(filter(None, saved)))), flatten(_settings(record))
     for text in _different((*_PARTS, 'teacher.model'), there, here).values():
       logging.warning('the run continues with another %s', text)
@@ -184,19 +189,26 @@ def _check_same_run(workdir, saved, record, may_change, accepts_changes):
     )
 
 
-def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) -> None:
-  """Writes the digest of a run's questions, or checks that it is the same."""
+def claim_data(workdir: str, digests: Mapping[str, str], accepts_changes: bool = False) -> None:
+  """Writes the digests of a run's data, or checks that they are the same.
+
+  `digests` has keys of _DATA. An empty digest is not compared, and neither is one that the config
+  of an earlier version lacks.
+  """
   config = read_config(workdir)
-  has_begun = _has_begun(workdir, _checkpoints(workdir, config))
-  if has_begun and config.get('train_questions', digest) != digest:
-    changed = f'--workdir={workdir!r}: the questions to train on have changed since the run began'
+  digests = {name: digest for name, digest in digests.items() if digest}
+  changed = []
+  if _has_begun(workdir, _checkpoints(workdir, config)):
+    changed = [_DATA[name] for name in digests if config.get(name, digests[name]) != digests[name]]
+  if changed:
+    line = f'--workdir={workdir!r}: {" and ".join(changed)} have changed since the run began'
     if not accepts_changes:
       raise UserError(
-          f'{changed}: give another --workdir, the former questions, or '
+          f'{line}: give another --workdir, the former ones, or '
           '--config.train.accept_changed_plugins'
       )
-    logging.warning('%s: it continues with them', changed)
-  config['train_questions'] = digest
+    logging.warning('%s: it continues with them', line)
+  config |= digests
   write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
 
 

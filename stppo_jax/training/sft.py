@@ -97,17 +97,22 @@ def _claim(config, workdir, pools):
   """Checks that `workdir` belongs to this training, or writes config.json there."""
   own = validation.changeable_on_resume(config, with_critic=False)
   may_change = [name for name in own if not name.startswith('sft.')]
-  digest = hashlib.sha256()
-  for row in pools.train:
-    digest.update(row.tokens.tobytes())
-  hosts.require_same('conversations', digest.hexdigest())
+  digests = {'train_questions': _digest(pools.train), 'held_out_questions': _digest(pools.held_out)}
+  hosts.require_same('conversations', digests)
   record = dataclasses.asdict(config)
   accepts_changes = config.train.accept_changed_plugins
   sources = components.sources(config)
   hosts.by_writer(
       workdir_lib.claim, workdir, record, may_change, sources, {'mode': 'sft'}, accepts_changes
   )
-  hosts.by_writer(workdir_lib.claim_questions, workdir, digest.hexdigest()[:16], accepts_changes)
+  hosts.by_writer(workdir_lib.claim_data, workdir, digests, accepts_changes)
+
+
+def _digest(rows):
+  digest = hashlib.sha256()
+  for row in rows:
+    digest.update(row.tokens.tobytes())
+  return digest.hexdigest()[:16]
 
 
 def load_pools(config: Config) -> Pools:

@@ -111,7 +111,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_other_questions_are_another_run(self):
     config = schema.Config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'What?', ('y',))]
-    claim = lambda tasks: recovery.claim_tasks(config, tasks, [], self.workdir)
+    claim = lambda tasks: recovery.claim_data(config, tasks, [], '', self.workdir)
     workdirs.claim(self.workdir, as_dict())
     claim(tasks[:1])  # nothing has begun yet
     claim(tasks)
@@ -130,10 +130,32 @@ class WorkdirTest(parameterized.TestCase):
     claim(others)
     self.assertEmpty(workdirs.differences(self.workdir, as_dict()))
 
+  @parameterized.parameters(
+      ([types.Task('a')], [], 'p', 'the held-out questions have'),
+      ([types.Task('a')], [types.Task('b', answers=('y',))], 'p', 'the held-out questions have'),
+      ([types.Task('a')], [types.Task('b')], 'other', 'the passages that searches find have'),
+      ([], [], 'p', 'the questions to train on and the held-out questions have'),
+  )
+  def test_other_data_is_another_run(self, tasks, held_out, passages, line):
+    config = schema.Config()
+    workdirs.claim(self.workdir, as_dict())
+    claim = lambda *data: recovery.claim_data(config, *data, self.workdir)
+    claim([types.Task('a')], [types.Task('b')], 'p')
+    self.write_a_number()
+    workdirs.claim(self.workdir, as_dict())
+    claim([types.Task('a')], [types.Task('b')], 'p')
+    claim([types.Task('a')], [types.Task('b')], '')  # no passages are read here
+    with self.assertRaisesRegex(UserError, f'{line} changed since .*accept_changed_plugins'):
+      claim(tasks, held_out, passages)
+    config.train.accept_changed_plugins = True
+    with self.assertLogs(level='WARNING') as logs:
+      claim(tasks, held_out, passages)
+    self.assertIn(line, logs.output[0])
+
   def test_missing_digest_of_questions_is_accepted(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
-    recovery.claim_tasks(schema.Config(), [types.Task('a')], [], self.workdir)
+    recovery.claim_data(schema.Config(), [types.Task('a')], [], 'a1', self.workdir)
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())
