@@ -127,6 +127,8 @@ def claim(
   record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
   record = _as_json(record)
   checkpoints = _checkpoints(workdir, record)
+  if _checkpoint_setting(record):
+    record['train']['checkpoint_folder'] = checkpoints  # not relative to the current folder
   _check_moved(workdir, checkpoints)
   if _has_begun(workdir, checkpoints):
     saved = [read_config(folder) for folder in (workdir, checkpoints)]
@@ -148,13 +150,26 @@ def claim(
 
 
 def _check_moved(workdir, checkpoints):
-  """Raises a UserError if a run's checkpoints are in another folder, and not in this one, too."""
-  former = checkpoint_folder(workdir)
-  if former != checkpoints and _has_steps(former) and not _has_steps(checkpoints):
+  """Raises a UserError if a run's checkpoints are in another folder, and not in this one, too.
+
+  A run that was stopped before its first checkpoint may start again, if its folder is still there.
+  """
+  if _has_steps(checkpoints):
+    return
+  config = read_config(workdir)
+  former = _checkpoints(workdir, config)
+  if former != checkpoints and _has_steps(former):
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with its checkpoints in {former}, and '
         f'{checkpoints} has none: copy them there, or give --config.train.checkpoint_folder as '
         'before'
+    )
+  is_lost = _checkpoint_setting(config) and not read_config(former)
+  if is_lost and _has_metrics(workdir):
+    raise UserError(
+        f'--workdir={workdir!r} holds metrics of a run with its checkpoints in {former}, and there '
+        'is no such folder with a config.json: mount it or copy it there, give the absolute path '
+        'as --config.train.checkpoint_folder, or give another --workdir to start again'
     )
 
 
@@ -298,7 +313,11 @@ def _check_same_parts(
 
 def _has_begun(workdir: str, checkpoints: str) -> bool:
   """Returns whether a run has written numbers or checkpoints."""
-  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or _has_steps(checkpoints)
+  return _has_metrics(workdir) or _has_steps(checkpoints)
+
+
+def _has_metrics(workdir):
+  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME))
 
 
 def _has_steps(checkpoints):
@@ -312,9 +331,14 @@ def _names(folder):
   return os.listdir(folder) if os.path.isdir(folder) else []
 
 
+def _checkpoint_setting(config):
+  """Returns config.train.checkpoint_folder of a config, as nested dicts."""
+  return config.get('train', {}).get('checkpoint_folder', '')
+
+
 def _checkpoints(workdir, config):
   """Returns the folder of checkpoints of a config, as nested dicts."""
-  folder = config.get('train', {}).get('checkpoint_folder', '')
+  folder = _checkpoint_setting(config)
   if is_bucket(folder):
     return folder.rstrip('/')
   return os.path.abspath(folder or os.path.join(workdir, 'checkpoints'))

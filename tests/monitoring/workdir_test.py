@@ -1,10 +1,12 @@
 """The folder of a run belongs to one config, and has one holder at a time."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
+import shutil
 import tempfile
 import threading
 from unittest import mock
@@ -172,6 +174,35 @@ class WorkdirTest(parameterized.TestCase):
       workdirs.claim(self.workdir, copy.deepcopy(config), may_change)
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
+
+  def test_relative_folder_of_checkpoints_belongs_to_the_run(self):
+    config = as_dict()
+    config['train']['checkpoint_folder'] = 'checks'
+    may_change = ('train.checkpoint_folder',)
+    here, elsewhere = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
+    checkpoints = os.path.join(os.path.realpath(here), 'checks')
+    with contextlib.chdir(here):
+      workdirs.claim(self.workdir, config, may_change)
+      self.write_a_number()
+      workdirs.claim(self.workdir, config, may_change)  # stopped before its first checkpoint
+      os.makedirs(os.path.join('checks', '2'))
+    with contextlib.chdir(elsewhere):
+      self.assertEqual(workdirs.checkpoint_folder(self.workdir), checkpoints)
+      with self.assertRaisesRegex(UserError, f'its checkpoints in {checkpoints}, and .* has none'):
+        workdirs.claim(self.workdir, config, may_change)
+      config['train']['checkpoint_folder'] = checkpoints
+      workdirs.claim(self.workdir, config, may_change)
+
+  def test_lost_folder_of_checkpoints_is_refused(self):
+    config = as_dict()
+    folder = os.path.join(self.workdir, 'disk')
+    config['train']['checkpoint_folder'] = folder
+    workdirs.claim(self.workdir, config)
+    self.write_a_number()
+    workdirs.claim(self.workdir, config)
+    shutil.rmtree(folder)
+    with self.assertRaisesRegex(UserError, f'checkpoints in {folder}, and there is no such folder'):
+      workdirs.claim(self.workdir, config)
 
   @parameterized.product(
       addresses=(('', 'http://a'), ('http://a', '')),
