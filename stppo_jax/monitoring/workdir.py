@@ -31,7 +31,7 @@ _DATA = {
     'passages': 'the passages that searches find',
 }
 # Keys of config.json that are no settings.
-RECORDED = ('plugins', 'objective', *_DATA)
+RECORDED = ('plugins', 'objective', 'main_score', *_DATA)
 
 
 def check_path(workdir: str) -> None:
@@ -139,7 +139,8 @@ def claim(
       )
     for config_there in filter(None, saved):
       _check_same_run(workdir, config_there, record, may_change, accepts_changes)
-      record |= {name: config_there[name] for name in _DATA if name in config_there}
+      kept = config_there.keys() & {'main_score', *_DATA}
+      record |= {name: config_there[name] for name in kept}
     there, here = flatten(_settings(next(filter(None, saved)))), flatten(_settings(record))
     for text in _different((*_PARTS, 'teacher.model'), there, here).values():
       logging.warning('the run continues with another %s', text)
@@ -225,6 +226,14 @@ def claim_data(workdir: str, digests: Mapping[str, str], accepts_changes: bool =
     logging.warning('%s: it continues with them', line)
   config |= digests
   write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
+
+
+def record_main_score(workdir: str, name: str) -> None:
+  """Writes the name of the score that selects the best checkpoint, which the report shows."""
+  config = read_config(workdir)
+  if config.get('main_score') != name:
+    config['main_score'] = name
+    write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
 
 
 def read_config(workdir: str) -> dict[str, Any]:
