@@ -48,11 +48,6 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
 
-# Settings of a run that change nothing here.
-_WITHOUT_EFFECT = (
-    'data.datasets data.max_hops placement.critic placement.optimizer placement.reference '
-    'rollout.temperature train.max_nonfinite'
-)
 _NO_CRITIC = variants.Variant(advantage='group_zscore', kl_in='none')
 _MIN_HELD_OUT = 1
 
@@ -77,20 +72,11 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
         'messages, conversations, or prompt and completion: --config.data.source=FILE'
     )
   workdir_lib.check_path(workdir)
-  _warn_of_settings(config)
   pools = load_pools(config)  # before the folder is made: a missing file leaves none
   folder = config.train.checkpoint_folder
   with workdir_lib.lock(workdir, folder) if hosts.is_writer() else contextlib.nullcontext():
     _claim(config, workdir, pools)
     return _run(config, workdir, pools, stop_signal)
-
-
-def _warn_of_settings(config):
-  defaults = Config()
-  for path in _WITHOUT_EFFECT.split():
-    value = validation.get(config, path)
-    if value != validation.get(defaults, path):
-      logging.warning('config.%s=%r has no effect in sft', path, value)
 
 
 def _claim(config, workdir, pools):

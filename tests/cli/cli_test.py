@@ -521,6 +521,31 @@ class MainTest(parameterized.TestCase):
     with mock.patch.object(tasks_lib, 'TaskStream', side_effect=RunError('far enough')):
       self.assertIn('far enough', self.complaint()[0])
 
+  def test_settings_that_sft_does_not_read_are_named(self):
+    read = ['--config.sft.lr=1e-4', '--config.env.options.x=1', '--config.data.columns.answers=a']
+    unread = (
+        'data.datasets data.max_hops placement.optimizer rollout.temperature train.updates '
+        'train.epochs log.project log.tracker actor.lr env_not_a_section'
+    ).split()
+    overrides = flags.parse(['sft', *read]).overrides
+    with self.assertNoLogs('absl', 'WARNING'):
+      entry._warn_of_unread('sft', overrides)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      entry._warn_of_unread('sft', [*overrides, *unread])
+    expected = ', '.join(f'config.{path}' for path in unread)
+    self.assertIn(f'sft does not read {expected}: no effect', logs.output[0])
+
+  def test_command_warns_of_settings_without_effect(self):
+    with self.assertLogs('absl', 'WARNING') as logs:
+      line, _ = self.complaint('sft', '--config.log.project=a')  # it names no conversations
+    self.assertIn('conversations', line)
+    self.assertIn('sft does not read config.log.project', logs.output[0])
+
+  def test_settings_that_modes_read_exist(self):
+    sections = {path.rpartition('.')[0] for path in RULES}
+    for mode in modes.MODES.values():
+      self.assertContainsSubset(mode.reads, RULES.keys() | sections)
+
   @parameterized.parameters(
       ('--topology=v5e:8x8', 'plan and doctor'),
       ('--port=1', 'serve and env-server and watch'),
