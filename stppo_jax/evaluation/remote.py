@@ -72,7 +72,10 @@ class RemotePlayer(players.Player):
     }
     if temperature and config.rollout.top_p < 1:
       fields['top_p'] = config.rollout.top_p
-    if config.model.chat_template_kwargs:  # vLLM and SGLang take it
+    # vLLM and SGLang take these two. Another server may reject the request, and the job ends.
+    if temperature and config.rollout.top_k:
+      fields['top_k'] = config.rollout.top_k
+    if config.model.chat_template_kwargs:
       fields['chat_template_kwargs'] = dict(config.model.chat_template_kwargs)
     self._is_greedy = not temperature
     self._client = client_lib.ChatClient(

@@ -327,6 +327,15 @@ class RemoteTest(parameterized.TestCase):
         ],
     )
 
+  @parameterized.parameters((2, {'temperature': 0.7, 'top_p': 0.9, 'top_k': 5}), (1, {}))
+  def test_requests_have_the_distribution_of_training(self, samples, expected):
+    values = {'rollout__temperature': 0.7, 'rollout__top_p': 0.9, 'rollout__top_k': 5}
+    with serving(self.answer) as (address, asked):
+      self.evaluate(address, eval__samples=samples, **values)
+    greedy = {'temperature': 0.0}
+    sent = {name: asked[0][name] for name in ('temperature', 'top_p', 'top_k') if name in asked[0]}
+    self.assertEqual(sent, greedy | expected)
+
   def test_samples_have_seeds_of_their_own_and_repeat(self):
     seeds = []
     for _ in range(2):
