@@ -110,8 +110,8 @@ def _check_trained(config: Config, workdir: str) -> None:
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not workdir_lib.has_checkpoint_folder(workdir):
     raise UserError(
-        f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
-        '--config.train.updates=0 for the scores of the untrained model'
+        f'--workdir={workdir!r} has no checkpoint: give the folder of a run, or '
+        '--config.train.updates=0 for the untrained model'
     )
   differences = workdir_lib.differences(workdir, dataclasses.asdict(config))
   if wrong := [text for name, text in differences.items() if name in _SHAPES]:
@@ -145,14 +145,18 @@ def _check_model(config: Config, workdir: str) -> None:
   _check_sources(config, workdir, {'model.folder': hf_config.fingerprint(folder)})
 
 
-def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
+def policy(
+    config: Config, workdir: str, all_policies: bool = False, is_run: bool = False
+) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
-  Without checkpoints in `workdir`, loads the model of config.model.folder. If each role has its own
+  Without checkpoints in `workdir`, loads the model of config.model.folder. If `is_run`, this needs
+  config.train.updates=0, as in `load`. If each role has its own
   policy, loads that of config.serve.role, or those of `all_policies`.
   """
   validation.validate(config)
-  if not workdir_lib.has_checkpoint_folder(workdir):
+  is_needed = is_run and config.train.updates
+  if not is_needed and not workdir_lib.has_checkpoint_folder(workdir):
     return _untrained(config, all_policies)
   _check_trained(config, workdir)
   _check_model(config, workdir)

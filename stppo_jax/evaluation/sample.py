@@ -21,7 +21,9 @@ from stppo_jax.training import run as run_lib
 from stppo_jax.types import Stopped
 
 
-def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSignal) -> str:
+def sample(
+    config: Config, workdir: str, num_batches: int, stop_signal: StopSignal, is_run: bool = False
+) -> str:
   """Plays batches 1 to `num_batches` of a run without training; returns their folder.
 
   Samples at the temperature of training, with the policy that `policy.policy` loads. 0 batches: as
@@ -35,7 +37,7 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   hosts.require_same('questions', [task.id for task in questions])
   components.load()
   components.check_prompts(questions)
-  loaded = policy.policy(config, workdir, all_policies=True)
+  loaded = policy.policy(config, workdir, all_policies=True, is_run=is_run)
   name = folder_name(components, workdir, loaded.updates)
   folder = os.path.join(workdir, 'samples', name)
   mesh = sharding.mesh_of(config.mesh)

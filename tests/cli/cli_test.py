@@ -41,6 +41,7 @@ from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
 from stppo_jax.cli import signals
 from stppo_jax.data import tasks as tasks_lib
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.settings import validation
 from stppo_jax.training import loop
@@ -600,6 +601,24 @@ class MainTest(parameterized.TestCase):
 
   def test_export_of_a_folder_without_run(self):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
+
+  @parameterized.parameters('eval', 'sample', 'chat', 'serve')
+  def test_policy_of_a_folder_without_run(self, mode):
+    folder = f'{self.tmp}/misspelt'
+    settings = ['--config.data.source=' + os.path.join(self.tmp, 'knowledge')]
+    code, _, stderr = run(mode, f'--workdir={folder}', *settings)
+    self.assertEqual(code, 2)
+    self.assertRegex(stderr, f"^run.py: --workdir='{folder}' has no checkpoint: [^\n]*\n$")
+    self.assertFalse(os.path.exists(folder))
+
+  @parameterized.parameters(('--config={experiment}',), ('--config.train.updates=0',))
+  def test_untrained_policy_on_request(self, argument):
+    argument = argument.format(experiment=self.experiment)
+    untrained = mock.patch.object(policy_lib, '_untrained', side_effect=RunError('far enough'))
+    with untrained:
+      code, _, stderr = run('chat', argument, f'--workdir={self.tmp}/new')
+    self.assertIn('far enough', stderr)
+    self.assertEqual(code, 1)
 
   def test_repeated_thread_error_is_hidden(self):
     reported = []

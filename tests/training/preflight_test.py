@@ -268,7 +268,7 @@ class EvaluateTest(PreflightCase):
       json.dump(dataclasses.asdict(config), file)
 
   def test_a_folder_without_a_run(self):
-    self.refused(make_config(), self.workdir, 'no checkpoint to evaluate', 'train.updates=0')
+    self.refused(make_config(), self.workdir, 'has no checkpoint', 'train.updates=0')
 
   def test_the_untrained_model_on_request(self):
     with self.assertRaisesRegex(AssertionError, 'weights were loaded'):  # nothing is refused
