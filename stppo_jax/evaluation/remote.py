@@ -58,9 +58,13 @@ class RemotePlayer(players.Player):
     self.tasks = components.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
-    self.identity = {'address': config.eval.address, 'model': config.eval.model}
     self._config = config
     self._env = components.env_with_retriever
+    self.identity = {
+        'address': config.eval.address,
+        'model': config.eval.model,
+        'passages': components.passages_digest,
+    }
     self._stop_signal = stop_signal
     self._is_over = StopSignal()  # ends the threads with the job
     self._guard = prepare.make_guard(config, self._is_over)

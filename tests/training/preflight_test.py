@@ -295,11 +295,12 @@ class EvaluateTest(PreflightCase):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
     policy = mock.Mock(updates=0, description='untrained')
     agent = mock.Mock(**{'play.return_value': [episode], 'env.rows_per_episode': 1})
-    loaded = (policy, mock.Mock(held_out=[types.Task('a')]))
+    config = make_config(train__updates=0)
+    loaded = (policy, mock.Mock(config=config, held_out=[types.Task('a')], passages_digest=''))
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
     self.enterContext(mock.patch.object(agents, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
-      job.evaluate(make_config(train__updates=0), self.workdir)
+      job.evaluate(config, self.workdir)
 
 
 if __name__ == '__main__':
