@@ -45,6 +45,10 @@ _HIGHLIGHTS = (  # settings, in the order in which the page shows them
     'rollout.temperature rollout.top_p data.source env.kind env.prompt env.max_searches env.reward '
     'retriever.kind retriever.top_k seed'
 ).split()
+# Settings in which the seeds of a sweep differ.
+_OWN_SETTINGS = (
+    'seed name train.checkpoint_folder rollout.engine_folder rollout.engine eval.folder'
+).split()
 
 
 class EpisodeGroup(TypedDict):
@@ -121,12 +125,24 @@ def page_data(workdir: str) -> dict[str, object]:
       'provenance': provenance.newest(workdir),
       'highlights': highlights,
       'settings': {name: json.dumps(value) for name, value in settings.items()},
+      'seed_group': seed_group(settings),
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
       'files': episode_files(workdir, rows),
       'groups': [_pick(group, 'label', 'shown', 'total') for group in groups],
       'episodes': [episode for group in groups for episode in group['episodes']],
   }
+
+
+def seed_group(settings: Mapping[str, object]) -> str:
+  """Returns a digest that the seeds of a sweep have in common; '': the settings have no seed.
+
+  Such runs differ only in the seed, the name, and the folders and engines that each has for itself.
+  """
+  if 'seed' not in settings:
+    return ''
+  common = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+  return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _pick(record, *names):
