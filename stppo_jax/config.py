@@ -412,7 +412,7 @@ class TrainSettings(Section):
       'continue', "reaction to a checkpoint that cannot be written; 'continue' counts it in "
       'perf/failed_saves', allowed=('continue', 'stop'), resume_safe=True)
   accept_changed_plugins: bool = setting(
-      False, 'resume with changed plug-ins, questions or weights of model.folder',
+      False, 'resume with changed plug-ins, questions, passages or weights of model.folder',
       resume_safe=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',

@@ -87,8 +87,22 @@ class Components:
     data = self.config.data
     corpus = data.corpus or data.source
     columns = data.columns if corpus == data.source else {}
-    load_corpus = lambda: tasks_lib.load_corpus(corpus, columns)
+
+    def load_corpus():
+      passages = tasks_lib.load_corpus(corpus, columns)
+      self._loaded['passages'] = tasks_lib.digest(passages)
+      return passages
+
     return kinds.make(self.make_retriever, self.config.retriever, load_corpus)
+
+  @functools.cached_property
+  def _loaded(self) -> dict[str, str]:
+    return {}
+
+  @property
+  def passages_digest(self) -> str:
+    """The digest of the passages that the retriever has read here. '': it has read none."""
+    return self._loaded.get('passages', '')
 
   @functools.cached_property
   def env_with_retriever(self) -> factory.EnvFactory:
@@ -203,6 +217,11 @@ class MixComponents(Components):
           'run has one retriever: name all passages in config.data.corpus'
       )
     return next(iter(searching.values())).retriever
+
+  @property
+  def passages_digest(self) -> str:
+    """See `Components.passages_digest`. The environments share the retriever of the first."""
+    return ''.join(own.passages_digest for own in self.environments.values())
 
   @functools.cached_property
   def tasks(self) -> list[Task]:

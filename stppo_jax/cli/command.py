@@ -20,6 +20,11 @@ class Command(NamedTuple):
   stop_signal: StopSignal  # see signals.handled
   modes: Sequence[str]  # the names of all modes
 
+  @property
+  def names_run(self) -> bool:
+    """Whether the user asks for the policy of a run: with --workdir, and without --config."""
+    return bool(self.flags.workdir and not self.flags.config)
+
 
 def show(text: str) -> None:
   """Prints a long text, of which `| head` may read a part."""

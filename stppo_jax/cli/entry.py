@@ -1,5 +1,6 @@
 """Runs a command: reads its arguments, starts JAX, runs the mode, reports errors in one line."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import errno
@@ -107,6 +108,8 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     show(help_lib.section(parsed.help, config))
     return 0
 
+  if mode.reads:
+    _warn_of_unread(flags.mode, parsed.overrides)
   workdir = flags.workdir or os.path.join('runs', config.name + mode.suffix)
   if mode.starts_jax:
     if config.train.deterministic:
@@ -142,6 +145,14 @@ def _check_flags(flags: Flags) -> None:
         f'{flags.mode} is for one process: leave out --distributed and --coordinator; train and '
         'eval take them'
     )
+
+
+def _warn_of_unread(name: str, overrides: Iterable[str]) -> None:
+  """Logs the settings of the command line that a mode does not read."""
+  reads = tuple(f'{path}.' for path in MODES[name].reads)
+  unread = [f'config.{path}' for path in overrides if not f'{path}.'.startswith(reads)]
+  if unread:
+    logging.warning('%s does not read %s: no effect', name, ', '.join(unread))
 
 
 def _start_jax(flags: Flags, workdir: str) -> None:

@@ -23,15 +23,27 @@ class Mode:
   starts_jax: bool = False  # as one of several processes, or alone
   suffix: str = ''  # what follows the config's name in the default workdir
   stops: bool = False  # it looks at the signal. Other modes end at SIGTERM as any program
+  reads: tuple[str, ...] = ()  # sections and settings. Others have no effect; empty: all are read
 
   def load(self) -> Callable[[Command], int | None]:
     """Imports the function."""
     return plugins.resolve(f'stppo_jax.cli.{self.function}')
 
 
+# Validation reads the kind of the retriever and the length of an episode, which bounds the buckets.
+_SFT_SETTINGS = tuple(
+    'name seed data.source data.train_split data.eval_split data.columns env retriever.kind '
+    'model.folder model.chat_template_kwargs model.dtype model.param_dtype model.remat '
+    'model.scan_layers model.logp_chunk model.attention model.attention_chunk model.lora_rank '
+    'model.lora_alpha model.lora_targets rollout.max_observation rollout.max_total '
+    'train.micro_batch train.length_buckets train.share_prefixes train.checkpoint_every '
+    'train.checkpoint_folder train.on_save_error train.accept_changed_plugins train.deterministic '
+    'sft mesh eval.every serve.tool_form'.split()
+)
+
 MODES = {
     'train': Mode('training:train', flags=('profile',), starts_jax=True, stops=True),
-    'sft': Mode('sft:sft', starts_jax=True, suffix='_sft', stops=True),
+    'sft': Mode('sft:sft', starts_jax=True, suffix='_sft', stops=True, reads=_SFT_SETTINGS),
     'eval': Mode('policies:evaluate', reads_run=True, starts_jax=True, stops=True),
     'sample': Mode(
         'policies:sample', flags=('batches',), reads_run=True, starts_jax=True, stops=True

@@ -25,7 +25,9 @@ def evaluate(command: Command) -> None:
 def sample(command: Command) -> None:
   """Plays episodes and trains on none."""
   batches = command.flags.batches
-  text = sample_lib.sample(command.config, command.workdir, batches, command.stop_signal)
+  text = sample_lib.sample(
+      command.config, command.workdir, batches, command.stop_signal, command.names_run
+  )
   print(text)
 
 
@@ -39,5 +41,5 @@ def chat(command: Command) -> None:
   config = command.config
   if jax.process_count() > 1:  # each would read its own questions, and wait for the other
     raise UserError('chat is for one process: leave out --distributed and --coordinator')
-  policy = policy_lib.policy(config, command.workdir)
+  policy = policy_lib.policy(config, command.workdir, is_run=command.names_run)
   chat_lib.chat(config, policy.model, policy.params, policy.description)

@@ -10,6 +10,6 @@ def serve(command: Command) -> None:
   config = command.config
 
   def load():
-    return policy_lib.policy(config, command.workdir)
+    return policy_lib.policy(config, command.workdir, is_run=command.names_run)
 
   gateway.serve(config, load, command.flags.port, command.stop_signal)

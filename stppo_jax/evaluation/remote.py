@@ -58,9 +58,13 @@ class RemotePlayer(players.Player):
     self.tasks = components.held_out
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
-    self.identity = {'address': config.eval.address, 'model': config.eval.model}
     self._config = config
     self._env = components.env_with_retriever
+    self.identity = {
+        'address': config.eval.address,
+        'model': config.eval.model,
+        'passages': components.passages_digest,
+    }
     self._stop_signal = stop_signal
     self._is_over = StopSignal()  # ends the threads with the job
     self._guard = prepare.make_guard(config, self._is_over)
@@ -72,7 +76,10 @@ class RemotePlayer(players.Player):
     }
     if temperature and config.rollout.top_p < 1:
       fields['top_p'] = config.rollout.top_p
-    if config.model.chat_template_kwargs:  # vLLM and SGLang take it
+    # vLLM and SGLang take these two. Another server may reject the request, and the job ends.
+    if temperature and config.rollout.top_k:
+      fields['top_k'] = config.rollout.top_k
+    if config.model.chat_template_kwargs:
       fields['chat_template_kwargs'] = dict(config.model.chat_template_kwargs)
     self._is_greedy = not temperature
     self._client = client_lib.ChatClient(

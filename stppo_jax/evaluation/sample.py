@@ -17,17 +17,18 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import saved
 from stppo_jax.settings import validation
 from stppo_jax.stop_signal import StopSignal
-from stppo_jax.training import checkpoint
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import Stopped
 
 
-def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSignal) -> str:
+def sample(
+    config: Config, workdir: str, num_batches: int, stop_signal: StopSignal, is_run: bool = False
+) -> str:
   """Plays batches 1 to `num_batches` of a run without training; returns their folder.
 
   Samples at the temperature of training, with the policy that `policy.policy` loads. 0 batches: as
   many as it takes to play each question of config.data.train_split. An existing file is kept, so
-  that the same command continues after a stop. Other settings have another folder.
+  that the same command continues after a stop. Other settings or questions have another folder.
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
@@ -36,8 +37,9 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   hosts.require_same('questions', [task.id for task in questions])
   components.load()
   components.check_prompts(questions)
-  loaded = policy.policy(config, workdir, all_policies=True)
-  folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
+  loaded = policy.policy(config, workdir, all_policies=True, is_run=is_run)
+  name = folder_name(components, workdir, loaded.updates)
+  folder = os.path.join(workdir, 'samples', name)
   mesh = sharding.mesh_of(config.mesh)
   own_sampler = dataclasses.replace(config.rollout, engine='')
   agent_config = dataclasses.replace(config, rollout=own_sampler)
@@ -66,12 +68,14 @@ def sample(config: Config, workdir: str, num_batches: int, stop_signal: StopSign
   return folder
 
 
-def folder_name(config: Config, workdir: str, updates: int) -> str:
+def folder_name(components: components_lib.Components, workdir: str, updates: int) -> str:
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
-  values = dataclasses.asdict(config)
-  depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}
-  depends |= {'episodes': config.train.episodes} | components_lib.sources(config)
-  depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
+  config = components.config
+  depends = {
+      **policy.depends_on(config, components.tasks),
+      'episodes': config.train.episodes,
+      'player': policy.identity(components, workdir, updates),
+  }
   text = json.dumps(depends, sort_keys=True)
   digest = zlib.crc32(text.encode())
   return f'{config.data.train_split}_{updates:06d}_{digest:08x}'

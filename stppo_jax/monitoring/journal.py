@@ -19,6 +19,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import batches
 from stppo_jax.text import tokenizer as tokenizer_lib
 
@@ -58,6 +59,7 @@ class Journal(contextlib.ExitStack):
     self._writer: metrics_lib.MetricsWriter | None = None
     self._recorder: episodes_lib.Recorder | None = None
     if hosts.is_writer():
+      workdir_lib.record_main_score(workdir, main)
       self._recorder = self.enter_context(episodes_lib.Recorder(workdir))
       last_line = first - 1 if unfinished else first
       writer = metrics_lib.MetricsWriter(

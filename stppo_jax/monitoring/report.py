@@ -9,6 +9,7 @@ page sets them with textContent, and its content security policy allows no other
 
 import base64
 import collections
+from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
 import json
@@ -43,6 +44,10 @@ _HIGHLIGHTS = (  # settings, in the order in which the page shows them
     'train.updates train.episodes train.mini_batch train.epochs rollout.group_size '
     'rollout.temperature rollout.top_p data.source env.kind env.prompt env.max_searches env.reward '
     'retriever.kind retriever.top_k seed'
+).split()
+# Settings in which the seeds of a sweep differ.
+_OWN_SETTINGS = (
+    'seed name train.checkpoint_folder rollout.engine_folder rollout.engine eval.folder'
 ).split()
 
 
@@ -115,17 +120,29 @@ def page_data(workdir: str) -> dict[str, object]:
       'updates': max((row['step'] for row in rows), default=None),
       'seconds': sum(row.get('timing_s/step') or 0.0 for row in rows),
       'warnings': warnings(rows),
-      'results': _results(rows, groups),
+      'results': _results(main_score_name(config, rows), rows, groups),
       'outcomes': outcomes.count_run(rows),
       'provenance': provenance.newest(workdir),
       'highlights': highlights,
       'settings': {name: json.dumps(value) for name, value in settings.items()},
+      'seed_group': seed_group(settings),
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
       'files': episode_files(workdir, rows),
       'groups': [_pick(group, 'label', 'shown', 'total') for group in groups],
       'episodes': [episode for group in groups for episode in group['episodes']],
   }
+
+
+def seed_group(settings: Mapping[str, object]) -> str:
+  """Returns a digest that the seeds of a sweep have in common; '': the settings have no seed.
+
+  Such runs differ only in the seed, the name, and the folders and engines that each has for itself.
+  """
+  if 'seed' not in settings:
+    return ''
+  common = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+  return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _pick(record, *names):
@@ -212,12 +229,13 @@ def warnings(rows: Rows) -> list[str]:
 # Held-out scores.
 
 
-def _results(rows: list[dict[str, Any]], groups: list[EpisodeGroup]) -> dict[str, object]:
+def _results(
+    main: str, rows: list[dict[str, Any]], groups: list[EpisodeGroup]
+) -> dict[str, object]:
   """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
 
   A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
   """
-  main = _main_score_name(rows)
   points: dict[tuple, list[tuple[int, float]]] = {}  # by (is role, data set or role, hops or 0)
   for row in rows:
     for name, score in row.items():
@@ -241,17 +259,15 @@ def _results(rows: list[dict[str, Any]], groups: list[EpisodeGroup]) -> dict[str
   return {'score': main, 'rows': table}
 
 
-def main_metric(rows: Rows) -> str:
-  """Returns the name of the main metric of a run, such as val-core/all/em."""
-  return f'val-core/all/{_main_score_name(rows)}'
+def main_score_name(config: Mapping[str, object], rows: list[dict[str, Any]]) -> str:
+  """Returns the name of the main score of a run, such as em.
 
-
-def _main_score_name(rows: list[dict[str, object]]) -> str:
-  """Returns the name of the main score, such as em.
-
-  It is a score that is also given by hops. Without one it is exact match, then any core metric,
+  `config` is its config.json. A run of an earlier version did not write the name there. For such a
+  run it is a score that is also given by hops. Without one it is exact match, then any core metric,
   then the reward. Each data set has it, so the environments of a mix have it in common.
   """
+  if name := config.get('main_score'):
+    return str(name)
   matches = [match for match in _scores(rows) if match[1] == 'core']
   names_by_part: dict[str, set[str]] = collections.defaultdict(set)
   for match in matches:

@@ -29,6 +29,7 @@ from absl import logging
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
 
@@ -170,7 +171,7 @@ def _file_state(path):
 @functools.lru_cache(maxsize=_MAX_RUNS)
 def _summary(name, path, file_state):
   rows = metrics.read_metrics(path)
-  main = report.main_metric(rows)
+  main = f'val-core/all/{report.main_score_name(workdir_lib.read_config(path), rows)}'
   scores = [row[main] for row in rows if row.get(main) is not None]
   return {
       'name': name,

@@ -24,8 +24,14 @@ _MAX_SHOWN = 4  # differences in an error
 # Address of a part that another process computes -> what a run without the address has.
 _PARTS = {'rollout.engine': 'our own sampler', 'teacher.address': 'no teacher there'}
 
+# Keys of config.json with a digest of data -> their meaning.
+_DATA = {
+    'train_questions': 'the questions to train on',
+    'held_out_questions': 'the held-out questions',
+    'passages': 'the passages that searches find',
+}
 # Keys of config.json that are no settings.
-RECORDED = ('plugins', 'objective', 'train_questions')
+RECORDED = ('plugins', 'objective', 'main_score', *_DATA)
 
 
 def check_path(workdir: str) -> None:
@@ -121,6 +127,8 @@ def claim(
   record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
   record = _as_json(record)
   checkpoints = _checkpoints(workdir, record)
+  if _checkpoint_setting(record):
+    record['train']['checkpoint_folder'] = checkpoints  # not relative to the current folder
   _check_moved(workdir, checkpoints)
   if _has_begun(workdir, checkpoints):
     saved = [read_config(folder) for folder in (workdir, checkpoints)]
@@ -131,8 +139,8 @@ def claim(
       )
     for config_there in filter(None, saved):
       _check_same_run(workdir, config_there, record, may_change, accepts_changes)
-      if 'train_questions' in config_there:
-        record['train_questions'] = config_there['train_questions']
+      kept = config_there.keys() & {'main_score', *_DATA}
+      record |= {name: config_there[name] for name in kept}
     there, here = flatten(_settings(next(filter(None, saved)))), flatten(_settings(record))
     for text in _different((*_PARTS, 'teacher.model'), there, here).values():
       logging.warning('the run continues with another %s', text)
@@ -143,13 +151,26 @@ def claim(
 
 
 def _check_moved(workdir, checkpoints):
-  """Raises a UserError if a run's checkpoints are in another folder, and not in this one, too."""
-  former = checkpoint_folder(workdir)
-  if former != checkpoints and _has_steps(former) and not _has_steps(checkpoints):
+  """Raises a UserError if a run's checkpoints are in another folder, and not in this one, too.
+
+  A run that was stopped before its first checkpoint may start again, if its folder is still there.
+  """
+  if _has_steps(checkpoints):
+    return
+  config = read_config(workdir)
+  former = _checkpoints(workdir, config)
+  if former != checkpoints and _has_steps(former):
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with its checkpoints in {former}, and '
         f'{checkpoints} has none: copy them there, or give --config.train.checkpoint_folder as '
         'before'
+    )
+  is_lost = _checkpoint_setting(config) and not read_config(former)
+  if is_lost and _has_metrics(workdir):
+    raise UserError(
+        f'--workdir={workdir!r} holds metrics of a run with its checkpoints in {former}, and there '
+        'is no such folder with a config.json: mount it or copy it there, give the absolute path '
+        'as --config.train.checkpoint_folder, or give another --workdir to start again'
     )
 
 
@@ -184,20 +205,35 @@ def _check_same_run(workdir, saved, record, may_change, accepts_changes):
     )
 
 
-def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) -> None:
-  """Writes the digest of a run's questions, or checks that it is the same."""
+def claim_data(workdir: str, digests: Mapping[str, str], accepts_changes: bool = False) -> None:
+  """Writes the digests of a run's data, or checks that they are the same.
+
+  `digests` has keys of _DATA. An empty digest is not compared, and neither is one that the config
+  of an earlier version lacks.
+  """
   config = read_config(workdir)
-  has_begun = _has_begun(workdir, _checkpoints(workdir, config))
-  if has_begun and config.get('train_questions', digest) != digest:
-    changed = f'--workdir={workdir!r}: the questions to train on have changed since the run began'
+  digests = {name: digest for name, digest in digests.items() if digest}
+  changed = []
+  if _has_begun(workdir, _checkpoints(workdir, config)):
+    changed = [_DATA[name] for name in digests if config.get(name, digests[name]) != digests[name]]
+  if changed:
+    line = f'--workdir={workdir!r}: {" and ".join(changed)} have changed since the run began'
     if not accepts_changes:
       raise UserError(
-          f'{changed}: give another --workdir, the former questions, or '
+          f'{line}: give another --workdir, the former ones, or '
           '--config.train.accept_changed_plugins'
       )
-    logging.warning('%s: it continues with them', changed)
-  config['train_questions'] = digest
+    logging.warning('%s: it continues with them', line)
+  config |= digests
   write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
+
+
+def record_main_score(workdir: str, name: str) -> None:
+  """Writes the name of the score that selects the best checkpoint, which the report shows."""
+  config = read_config(workdir)
+  if config.get('main_score') != name:
+    config['main_score'] = name
+    write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
 
 
 def read_config(workdir: str) -> dict[str, Any]:
@@ -286,7 +322,11 @@ def _check_same_parts(
 
 def _has_begun(workdir: str, checkpoints: str) -> bool:
   """Returns whether a run has written numbers or checkpoints."""
-  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or _has_steps(checkpoints)
+  return _has_metrics(workdir) or _has_steps(checkpoints)
+
+
+def _has_metrics(workdir):
+  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME))
 
 
 def _has_steps(checkpoints):
@@ -300,9 +340,14 @@ def _names(folder):
   return os.listdir(folder) if os.path.isdir(folder) else []
 
 
+def _checkpoint_setting(config):
+  """Returns config.train.checkpoint_folder of a config, as nested dicts."""
+  return config.get('train', {}).get('checkpoint_folder', '')
+
+
 def _checkpoints(workdir, config):
   """Returns the folder of checkpoints of a config, as nested dicts."""
-  folder = config.get('train', {}).get('checkpoint_folder', '')
+  folder = _checkpoint_setting(config)
   if is_bucket(folder):
     return folder.rstrip('/')
   return os.path.abspath(folder or os.path.join(workdir, 'checkpoints'))

@@ -48,7 +48,9 @@ def start(
   with recovery.hold_workdir(config, variant, workdir, load_inputs):
     run_lib.free_devices(config, stop_signal)
     learners, agent = run_lib.setup(components, variant)
-    recovery.claim_tasks(config, components.tasks, components.held_out, workdir)
+    recovery.claim_data(
+        config, components.tasks, components.held_out, components.passages_digest, workdir
+    )
     skip_through: int | None = None  # after a rollback, the batches up to this one are skipped
     rollbacks = recovery.Rollbacks(workdir, config.train.on_nonfinite)
     while True:

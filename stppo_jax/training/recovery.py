@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import hashlib
 import os
 from typing import Any
 from typing import TypeVar
@@ -23,6 +22,7 @@ from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.assembly import components
+from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
@@ -110,16 +110,21 @@ def claim(config: config_lib.Config, variant: Variant, workdir: str) -> None:
   )
 
 
-def claim_tasks(
+def claim_data(
     config: config_lib.Config,
     tasks: Sequence[types.Task],
     held_out: Sequence[types.Task],
+    passages_digest: str,
     workdir: str,
 ) -> None:
-  """Checks that all processes have the same tasks, and `workdir` those to train on."""
-  digest = hashlib.sha256('\n'.join(map(repr, tasks)).encode()).hexdigest()[:16]
-  hosts.require_same('questions', [digest, *(task.id for task in held_out)])
-  hosts.by_writer(workdir_lib.claim_questions, workdir, digest, config.train.accept_changed_plugins)
+  """Checks that all processes have the same tasks and passages, and that they are `workdir`'s."""
+  digests = {
+      'train_questions': tasks_lib.digest(tasks),
+      'held_out_questions': tasks_lib.digest(held_out),
+      'passages': passages_digest,
+  }
+  hosts.require_same('questions and passages', digests)
+  hosts.by_writer(workdir_lib.claim_data, workdir, digests, config.train.accept_changed_plugins)
 
 
 class Rollbacks:

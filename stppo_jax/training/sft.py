@@ -48,11 +48,6 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import supervised
 
-# Settings of a run that change nothing here.
-_WITHOUT_EFFECT = (
-    'data.datasets data.max_hops placement.critic placement.optimizer placement.reference '
-    'rollout.temperature train.max_nonfinite'
-)
 _NO_CRITIC = variants.Variant(advantage='group_zscore', kl_in='none')
 _MIN_HELD_OUT = 1
 
@@ -77,7 +72,6 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
         'messages, conversations, or prompt and completion: --config.data.source=FILE'
     )
   workdir_lib.check_path(workdir)
-  _warn_of_settings(config)
   pools = load_pools(config)  # before the folder is made: a missing file leaves none
   folder = config.train.checkpoint_folder
   with workdir_lib.lock(workdir, folder) if hosts.is_writer() else contextlib.nullcontext():
@@ -85,29 +79,26 @@ def start(config: Config, workdir: str, stop_signal: StopSignal = NEVER) -> str:
     return _run(config, workdir, pools, stop_signal)
 
 
-def _warn_of_settings(config):
-  defaults = Config()
-  for path in _WITHOUT_EFFECT.split():
-    value = validation.get(config, path)
-    if value != validation.get(defaults, path):
-      logging.warning('config.%s=%r has no effect in sft', path, value)
-
-
 def _claim(config, workdir, pools):
   """Checks that `workdir` belongs to this training, or writes config.json there."""
   own = validation.changeable_on_resume(config, with_critic=False)
   may_change = [name for name in own if not name.startswith('sft.')]
-  digest = hashlib.sha256()
-  for row in pools.train:
-    digest.update(row.tokens.tobytes())
-  hosts.require_same('conversations', digest.hexdigest())
+  digests = {'train_questions': _digest(pools.train), 'held_out_questions': _digest(pools.held_out)}
+  hosts.require_same('conversations', digests)
   record = dataclasses.asdict(config)
   accepts_changes = config.train.accept_changed_plugins
   sources = components.sources(config)
   hosts.by_writer(
       workdir_lib.claim, workdir, record, may_change, sources, {'mode': 'sft'}, accepts_changes
   )
-  hosts.by_writer(workdir_lib.claim_questions, workdir, digest.hexdigest()[:16], accepts_changes)
+  hosts.by_writer(workdir_lib.claim_data, workdir, digests, accepts_changes)
+
+
+def _digest(rows):
+  digest = hashlib.sha256()
+  for row in rows:
+    digest.update(row.tokens.tobytes())
+  return digest.hexdigest()[:16]
 
 
 def load_pools(config: Config) -> Pools:

@@ -366,6 +366,19 @@ class ResolveTest(parameterized.TestCase):
   def test_retriever_none_loads_no_corpus(self):
     parts = resolve(retriever__kind='none', env__max_searches=0, data__corpus='/no/such/file')
     self.assertIsNone(parts.retriever)
+    self.assertEqual(parts.passages_digest, '')
+
+  def test_passages_that_are_read_have_a_digest(self):
+    corpus = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'corpus.jsonl')
+    mix = ({'kind': 'search', 'name': 'a'}, {'kind': 'search', 'name': 'b'})
+    digests = []
+    for text, values in (('A town.', {}), ('A town.', {'env__mix': mix}), ('A city.', {})):
+      tiny_run.write_lines(corpus, [{'id': 'p', 'title': 'Paris', 'text': text}])
+      parts = resolve(data__corpus=corpus, **values)
+      self.assertIsNotNone(parts.retriever)
+      digests.append(parts.passages_digest)
+    self.assertEqual(digests[0], digests[1])
+    self.assertNotEqual(digests[0], digests[2])
 
   def test_custom_task_function(self):
     parts = resolve(data__source='a_users_module:load', data__datasets=('b',))

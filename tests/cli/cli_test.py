@@ -41,6 +41,7 @@ from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
 from stppo_jax.cli import signals
 from stppo_jax.data import tasks as tasks_lib
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.settings import validation
 from stppo_jax.training import loop
@@ -521,6 +522,31 @@ class MainTest(parameterized.TestCase):
     with mock.patch.object(tasks_lib, 'TaskStream', side_effect=RunError('far enough')):
       self.assertIn('far enough', self.complaint()[0])
 
+  def test_settings_that_sft_does_not_read_are_named(self):
+    read = ['--config.sft.lr=1e-4', '--config.env.options.x=1', '--config.data.columns.answers=a']
+    unread = (
+        'data.datasets data.max_hops placement.optimizer rollout.temperature train.updates '
+        'train.epochs log.project log.tracker actor.lr env_not_a_section'
+    ).split()
+    overrides = flags.parse(['sft', *read]).overrides
+    with self.assertNoLogs('absl', 'WARNING'):
+      entry._warn_of_unread('sft', overrides)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      entry._warn_of_unread('sft', [*overrides, *unread])
+    expected = ', '.join(f'config.{path}' for path in unread)
+    self.assertIn(f'sft does not read {expected}: no effect', logs.output[0])
+
+  def test_command_warns_of_settings_without_effect(self):
+    with self.assertLogs('absl', 'WARNING') as logs:
+      line, _ = self.complaint('sft', '--config.log.project=a')  # it names no conversations
+    self.assertIn('conversations', line)
+    self.assertIn('sft does not read config.log.project', logs.output[0])
+
+  def test_settings_that_modes_read_exist(self):
+    sections = {path.rpartition('.')[0] for path in RULES}
+    for mode in modes.MODES.values():
+      self.assertContainsSubset(mode.reads, RULES.keys() | sections)
+
   @parameterized.parameters(
       ('--topology=v5e:8x8', 'plan and doctor'),
       ('--port=1', 'serve and env-server and watch'),
@@ -575,6 +601,24 @@ class MainTest(parameterized.TestCase):
 
   def test_export_of_a_folder_without_run(self):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
+
+  @parameterized.parameters('eval', 'sample', 'chat', 'serve')
+  def test_policy_of_a_folder_without_run(self, mode):
+    folder = f'{self.tmp}/misspelt'
+    settings = ['--config.data.source=' + os.path.join(self.tmp, 'knowledge')]
+    code, _, stderr = run(mode, f'--workdir={folder}', *settings)
+    self.assertEqual(code, 2)
+    self.assertRegex(stderr, f"^run.py: --workdir='{folder}' has no checkpoint: [^\n]*\n$")
+    self.assertFalse(os.path.exists(folder))
+
+  @parameterized.parameters(('--config={experiment}',), ('--config.train.updates=0',))
+  def test_untrained_policy_on_request(self, argument):
+    argument = argument.format(experiment=self.experiment)
+    untrained = mock.patch.object(policy_lib, '_untrained', side_effect=RunError('far enough'))
+    with untrained:
+      code, _, stderr = run('chat', argument, f'--workdir={self.tmp}/new')
+    self.assertIn('far enough', stderr)
+    self.assertEqual(code, 1)
 
   def test_repeated_thread_error_is_hidden(self):
     reported = []

@@ -1,5 +1,6 @@
 """Evaluation as a job: estimates against brute force, lines, resumption, refusals."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.evaluation import table
 from stppo_jax.monitoring import scores as scores_lib
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.stop_signal import StopSignal
 from stppo_jax.types import UserError
@@ -244,6 +246,36 @@ class JobTest(parameterized.TestCase):
     scores = scores_lib.scores([first, second])
     self.assertIn('val-core/macro/score', scores)
     self.assertNotIn('val-core/macro/won', scores)
+
+  def test_episodes_depend_on_settings_of_programs(self):
+    config = self.config()
+    tasks = [types.Task('a')]
+    digest = policy_lib.depends_on(config, tasks)
+    for path, value in (
+        ('serve.on_crash', 'zero'),
+        ('serve.agent_timeout_s', 1.0),
+        ('serve.max_rows', 1),
+        ('serve.tool_form', 'llama3'),
+        ('env.max_searches', 1),
+    ):
+      section, name = path.split('.')
+      other = self.config(**{f'{section}__{name}': value})
+      self.assertNotEqual(policy_lib.depends_on(other, tasks), digest, path)
+    for name, value in (('actor__lr', 0.5), ('serve__host', 'a'), ('serve__rows', 1)):
+      self.assertEqual(policy_lib.depends_on(self.config(**{name: value}), tasks), digest, name)
+
+  def test_other_settings_of_programs_are_logged(self):
+    workdir = self.workdir()
+    config = self.config()
+    workdir_lib.claim(workdir, dataclasses.asdict(config))
+    config.serve.on_crash = 'zero'
+    config.serve.rows = 1
+    config.train.epochs = 7
+    with self.assertLogs(level='WARNING') as logs:
+      policy_lib._check_trained(config, workdir)
+    self.assertRegex(
+        logs.output[0], r"than the run: serve\.on_crash \('mask' there, 'zero' here\)$"
+    )
 
   def test_a_shared_policy_does_not_import_the_environment(self):
     config = self.config(env__kind='no_such_module:Env')

@@ -327,6 +327,28 @@ class RemoteTest(parameterized.TestCase):
         ],
     )
 
+  def test_other_passages_are_another_evaluation(self):
+    corpus = pathlib.Path(self.workdir(), 'corpus.jsonl')
+    workdir = self.workdir()
+    folders = []
+    for text in ('apple is red.', 'apple is red.', 'apple is green.'):
+      tiny_run.write_lines(str(corpus), [{'id': 'apple', 'title': 'apple', 'text': text}])
+      stopped = mock.patch.object(remote.RemotePlayer, 'play', side_effect=types.Stopped)
+      with stopped, self.assertLogs('absl') as logs:
+        self.evaluate('http://127.0.0.1:1/v1', workdir, data__corpus=str(corpus))
+      folders.append(logs.output[-1])
+    self.assertEqual(folders[0], folders[1])
+    self.assertNotEqual(folders[0], folders[2])
+
+  @parameterized.parameters((2, {'temperature': 0.7, 'top_p': 0.9, 'top_k': 5}), (1, {}))
+  def test_requests_have_the_distribution_of_training(self, samples, expected):
+    values = {'rollout__temperature': 0.7, 'rollout__top_p': 0.9, 'rollout__top_k': 5}
+    with serving(self.answer) as (address, asked):
+      self.evaluate(address, eval__samples=samples, **values)
+    greedy = {'temperature': 0.0}
+    sent = {name: asked[0][name] for name in ('temperature', 'top_p', 'top_k') if name in asked[0]}
+    self.assertEqual(sent, greedy | expected)
+
   def test_samples_have_seeds_of_their_own_and_repeat(self):
     seeds = []
     for _ in range(2):

@@ -21,6 +21,8 @@ from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
+from stppo_jax.monitoring import viewer
+from stppo_jax.monitoring import workdir as workdir_lib
 
 _HOSTILE = (
     '</script><script>alert(1)</script>',
@@ -123,9 +125,23 @@ class ReportTest(parameterized.TestCase):
     names = ['all/won', 'all/won_hops2', 'guess/won', 'all/solved', 'sums/solved']
     names += [f'{part}/score' for part in ('all', 'guess', 'sums', 'macro')]
     names = [f'val-core/{name}' for name in names]
-    self.assertEqual(report.main_metric([dict.fromkeys(names, 0.5)]), 'val-core/all/score')
+    self.assertEqual(report.main_score_name({}, [dict.fromkeys(names, 0.5)]), 'score')
     common = {f'val-core/{part}/em': 0.5 for part in ('all', 'a', 'b')}
-    self.assertEqual(report.main_metric([common | {'val-core/all/score': 1.0}]), 'val-core/all/em')
+    row = common | {'val-core/all/score': 1.0}
+    self.assertEqual(report.main_score_name({}, [row]), 'em')
+
+  def test_main_score_is_that_of_the_best_checkpoint(self):
+    config = dataclasses.asdict(schema.Config(log=schema.LogSettings(tensorboard=False)))
+    workdir_lib.claim(self.workdir, config)
+    for _ in range(2):  # a resumed run keeps the name
+      scores = {'val-core/all/cost': 9.0, 'val-core/all/solved': 0.5, 'val-core/all/em': 0.25}
+      with journals.Journal(self.workdir, config, 0, ('solved', 'cost', 'em')) as journal:
+        journal.write(0, scores)
+      self.assertEqual(journal.main_score(scores), 0.5)
+      workdir_lib.claim(self.workdir, config)
+      self.assertEqual(_page_json(self._page())['results']['score'], 'solved')
+      (row,) = viewer.list_runs(self.workdir)
+      self.assertEqual((row['score'], row['best']), ('val-core/all/solved', 0.5))
 
   def test_only_data_set_appears_once(self):
     self._write_rows({'val-core/all/em': 0.5, 'val-core/nq/em': 0.5, 'val-core/all/em_hops2': 0.25})

@@ -1,5 +1,6 @@
 """The viewer's server: right answers, nothing outside of its folder, no other origin."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,10 +16,12 @@ from urllib import request
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
 from stppo_jax.monitoring import viewer
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.stop_signal import StopSignal
 from tests.monitoring import report_test
 
@@ -48,6 +51,23 @@ class ViewerTest(parameterized.TestCase):
     with self.assertRaises(error.HTTPError) as caught:
       request.urlopen(wanted, timeout=20)
     return caught.exception.code
+
+  @parameterized.parameters(
+      ({'train': {'checkpoint_folder': 'gs://bucket/1'}, 'name': 'other'}, True),
+      ({'rollout': {'engine_folder': '/weights/1', 'engine': 'http://b:1'}}, True),
+      ({'train': {'epochs': 7}}, False),
+  )
+  def test_seeds_with_folders_of_their_own_are_one_group(self, own, is_one):
+    groups = []
+    for seed, sections in enumerate(({}, own)):
+      path = self.enterContext(tempfile.TemporaryDirectory())
+      config = dataclasses.asdict(schema.Config(seed=seed))
+      for name, value in sections.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+      workdir_lib.write_whole(os.path.join(path, 'config.json'), json.dumps(config))
+      groups.append(report.page_data(path)['seed_group'])
+    self.assertNotEqual(groups[0], '')
+    self.assertEqual(groups[0] == groups[1], is_one)
 
   def test_runs_are_found_and_change_their_version(self):
     before = json.loads(self._get('/api/runs'))

@@ -1,10 +1,12 @@
 """The folder of a run belongs to one config, and has one holder at a time."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
+import shutil
 import tempfile
 import threading
 from unittest import mock
@@ -111,7 +113,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_other_questions_are_another_run(self):
     config = schema.Config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'What?', ('y',))]
-    claim = lambda tasks: recovery.claim_tasks(config, tasks, [], self.workdir)
+    claim = lambda tasks: recovery.claim_data(config, tasks, [], '', self.workdir)
     workdirs.claim(self.workdir, as_dict())
     claim(tasks[:1])  # nothing has begun yet
     claim(tasks)
@@ -130,10 +132,32 @@ class WorkdirTest(parameterized.TestCase):
     claim(others)
     self.assertEmpty(workdirs.differences(self.workdir, as_dict()))
 
+  @parameterized.parameters(
+      ([types.Task('a')], [], 'p', 'the held-out questions have'),
+      ([types.Task('a')], [types.Task('b', answers=('y',))], 'p', 'the held-out questions have'),
+      ([types.Task('a')], [types.Task('b')], 'other', 'the passages that searches find have'),
+      ([], [], 'p', 'the questions to train on and the held-out questions have'),
+  )
+  def test_other_data_is_another_run(self, tasks, held_out, passages, line):
+    config = schema.Config()
+    workdirs.claim(self.workdir, as_dict())
+    claim = lambda *data: recovery.claim_data(config, *data, self.workdir)
+    claim([types.Task('a')], [types.Task('b')], 'p')
+    self.write_a_number()
+    workdirs.claim(self.workdir, as_dict())
+    claim([types.Task('a')], [types.Task('b')], 'p')
+    claim([types.Task('a')], [types.Task('b')], '')  # no passages are read here
+    with self.assertRaisesRegex(UserError, f'{line} changed since .*accept_changed_plugins'):
+      claim(tasks, held_out, passages)
+    config.train.accept_changed_plugins = True
+    with self.assertLogs(level='WARNING') as logs:
+      claim(tasks, held_out, passages)
+    self.assertIn(line, logs.output[0])
+
   def test_missing_digest_of_questions_is_accepted(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
-    recovery.claim_tasks(schema.Config(), [types.Task('a')], [], self.workdir)
+    recovery.claim_data(schema.Config(), [types.Task('a')], [], 'a1', self.workdir)
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())
@@ -150,6 +174,35 @@ class WorkdirTest(parameterized.TestCase):
       workdirs.claim(self.workdir, copy.deepcopy(config), may_change)
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
+
+  def test_relative_folder_of_checkpoints_belongs_to_the_run(self):
+    config = as_dict()
+    config['train']['checkpoint_folder'] = 'checks'
+    may_change = ('train.checkpoint_folder',)
+    here, elsewhere = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
+    checkpoints = os.path.join(os.path.realpath(here), 'checks')
+    with contextlib.chdir(here):
+      workdirs.claim(self.workdir, config, may_change)
+      self.write_a_number()
+      workdirs.claim(self.workdir, config, may_change)  # stopped before its first checkpoint
+      os.makedirs(os.path.join('checks', '2'))
+    with contextlib.chdir(elsewhere):
+      self.assertEqual(workdirs.checkpoint_folder(self.workdir), checkpoints)
+      with self.assertRaisesRegex(UserError, f'its checkpoints in {checkpoints}, and .* has none'):
+        workdirs.claim(self.workdir, config, may_change)
+      config['train']['checkpoint_folder'] = checkpoints
+      workdirs.claim(self.workdir, config, may_change)
+
+  def test_lost_folder_of_checkpoints_is_refused(self):
+    config = as_dict()
+    folder = os.path.join(self.workdir, 'disk')
+    config['train']['checkpoint_folder'] = folder
+    workdirs.claim(self.workdir, config)
+    self.write_a_number()
+    workdirs.claim(self.workdir, config)
+    shutil.rmtree(folder)
+    with self.assertRaisesRegex(UserError, f'checkpoints in {folder}, and there is no such folder'):
+      workdirs.claim(self.workdir, config)
 
   @parameterized.product(
       addresses=(('', 'http://a'), ('http://a', '')),

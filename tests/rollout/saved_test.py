@@ -1,5 +1,6 @@
 """Batches that a run saved are trained on again: the same numbers, without sampling."""
 
+import dataclasses
 import glob
 import json
 import os
@@ -191,7 +192,12 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(os.stat(first).st_mtime_ns, before)
     played = {r['task'] for n in saved.numbers(folder) for r in lines(saved.path_of(folder, n))}
     self.assertEqual(played, {task.id for task in components.resolve(config).load_tasks('train')})
-    config.rollout.temperature = 0.5  # other episodes go elsewhere
+    load = components.Components.load_tasks
+    edited = lambda *given: [dataclasses.replace(task, question='?') for task in load(*given)]
+    with mock.patch.object(components.Components, 'load_tasks', edited):
+      other = sample_lib.sample(config, workdir, 1, StopSignal(lambda: True))
+    self.assertNotEqual(other, folder)  # other questions, and other episodes
+    config.rollout.temperature = 0.5
     self.assertNotEqual(sample_lib.sample(config, workdir, 1, StopSignal(lambda: True)), folder)
 
   def test_run_with_engines_samples_in_this_process(self):

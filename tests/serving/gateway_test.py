@@ -2001,7 +2001,8 @@ class CommandTest(absltest.TestCase):
 
   def start(self, *arguments, devices=1):
     command = [sys.executable, 'run.py', '--mode=serve', '--port=0', '--config.serve.rows=4']
-    command += ['--config.serve.max_total=128', f'--workdir={self.workdir}', *arguments]
+    command += ['--config.serve.max_total=128', '--config=experiments/st_ppo_tiny.py']
+    command += [f'--workdir={self.workdir}', *arguments]
     flag = f'--xla_force_host_platform_device_count={devices}'
     env = os.environ | {'XLA_FLAGS': flag}
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)

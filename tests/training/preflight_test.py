@@ -268,7 +268,7 @@ class EvaluateTest(PreflightCase):
       json.dump(dataclasses.asdict(config), file)
 
   def test_a_folder_without_a_run(self):
-    self.refused(make_config(), self.workdir, 'no checkpoint to evaluate', 'train.updates=0')
+    self.refused(make_config(), self.workdir, 'has no checkpoint', 'train.updates=0')
 
   def test_the_untrained_model_on_request(self):
     with self.assertRaisesRegex(AssertionError, 'weights were loaded'):  # nothing is refused
@@ -295,11 +295,12 @@ class EvaluateTest(PreflightCase):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
     policy = mock.Mock(updates=0, description='untrained')
     agent = mock.Mock(**{'play.return_value': [episode], 'env.rows_per_episode': 1})
-    loaded = (policy, mock.Mock(held_out=[types.Task('a')]))
+    config = make_config(train__updates=0)
+    loaded = (policy, mock.Mock(config=config, held_out=[types.Task('a')], passages_digest=''))
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
     self.enterContext(mock.patch.object(agents, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
-      job.evaluate(make_config(train__updates=0), self.workdir)
+      job.evaluate(config, self.workdir)
 
 
 if __name__ == '__main__':

@@ -361,12 +361,13 @@ class ResumeTest(parameterized.TestCase):
     workdir = os.path.join(self.workdir, 'run')
     config = make_config(**{'model.folder': folder, 'train.updates': 1})
     micro_run.train(config, workdir)
-    sampled = sample.folder_name(config, workdir, 0)
+    folder_name = lambda: sample.folder_name(components.resolve(config), workdir, 0)
+    sampled = folder_name()
     path = os.path.join(folder, 'model.safetensors')
     with open(path, 'r+b') as file:  # as training again in the same place does
       file.seek(os.path.getsize(path) // 2)
       file.write(bytes(os.path.getsize(path) // 4))
-    self.assertNotEqual(sample.folder_name(config, workdir, 0), sampled)  # nor are its episodes
+    self.assertNotEqual(folder_name(), sampled)  # nor are its episodes
     config.train.updates = 2
     with self.assertRaisesRegex(UserError, r'^[^\n]*model\.folder=[^\n]* names has changed[^\n]*$'):
       micro_run.train(config, workdir)

@@ -152,15 +152,6 @@ class StartTest(_Test):
     sft.start(make_config(), self.workdir)
     self.assertEqual([row['step'] for row in self.records()].count(0), 1)
 
-  def test_settings_without_effect_are_named(self):
-    config = make_config()
-    config.placement.optimizer = 'host'
-    config.rollout.temperature = 0.7
-    with self.assertLogs('absl', 'WARNING') as logs:
-      sft._warn_of_settings(config)
-    self.assertIn("config.placement.optimizer='host' has no effect in sft", logs.output[0])
-    self.assertIn('config.rollout.temperature=0.7 has no effect', logs.output[1])
-
   def test_loss_falls_and_stops_change_nothing(self):
     folder = sft.start(make_config(), self.workdir)
     self.assertEqual(folder, os.path.join(self.workdir, 'model'))

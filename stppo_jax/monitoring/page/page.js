@@ -45,12 +45,11 @@ const shownRuns = () => state.chosen.map((name) => state.runs.get(name)).filter(
 
 // Runs.
 
-// Returns [{label, runs}]: runs whose settings differ in the seed alone are one group.
+// Returns [{label, runs}]: the seeds of a sweep are one group, see report.seed_group.
 function seedGroups() {
   const groups = new Map();
   for (const run of shownRuns()) {
-    const {seed, name, ...others} = run.settings;
-    const key = $('#bands').checked && seed !== undefined ? JSON.stringify(others) : run.name;
+    const key = ($('#bands').checked && run.seed_group) || run.name;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(run);
   }
