@@ -364,7 +364,7 @@ def _buckets():
   return buckets
 
 
-def _as_json(value: Mapping[str, object]) -> dict[str, object]:
+def _as_json(value: Mapping[str, object]) -> dict[str, Any]:
   """Returns the values as config.json holds them: tuples become lists."""
   return json.loads(json.dumps(value))
 
