@@ -124,8 +124,7 @@ def claim(
     objective: the resolved objective, which the config only names.
     accepts_changes: whether the sources of plug-ins may have changed.
   """
-  record = {**config, 'plugins': digests or {}, 'objective': objective or {}}
-  record = _as_json(record)
+  record = _as_json({**config, 'plugins': digests or {}, 'objective': objective or {}})
   checkpoints = _checkpoints(workdir, record)
   if _checkpoint_setting(record):
     record['train']['checkpoint_folder'] = checkpoints  # not relative to the current folder
