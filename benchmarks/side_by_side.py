@@ -24,6 +24,7 @@ from absl import flags
 import numpy as np
 
 from benchmarks import figures
+from stppo_jax.distributed import malloc
 
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M, 135M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
@@ -216,8 +217,8 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
-  # Huge pages for all peers, as docs/scaling.md recommends on a CPU.
-  os.environ.setdefault('GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1')
+  # The same for all peers, as docs/scaling.md recommends on a CPU.
+  os.environ.setdefault(malloc.VARIABLE, malloc.VALUE)
   os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # so that the first call compiles
   if threads == 1:
     os.environ['XLA_FLAGS'] = (

@@ -25,7 +25,7 @@ import numpy as np
 import tokenizers
 
 from stppo_jax.data import tasks as task_files
-from stppo_jax.distributed import huge_pages
+from stppo_jax.distributed import malloc
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -388,5 +388,5 @@ def _recurs(tokens):
 
 
 if __name__ == '__main__':
-  huge_pages.restart()
+  malloc.restart()
   app.run(main)

@@ -26,7 +26,7 @@ import numpy as np
 from examples.maze import config as maze
 from examples.maze import env
 from stppo_jax import requirements
-from stppo_jax.distributed import huge_pages
+from stppo_jax.distributed import malloc
 from stppo_jax.evaluation import job as evaluation
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
@@ -204,5 +204,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  huge_pages.restart()
+  malloc.restart()
   main()

@@ -19,12 +19,12 @@ doc_pages.py    the pages that explain an error
 import sys
 
 from stppo_jax import requirements
-from stppo_jax.distributed import huge_pages
+from stppo_jax.distributed import malloc
 
 
 def main() -> None:
   """Runs the command."""
-  huge_pages.restart()
+  malloc.restart()
   try:
     from stppo_jax.cli import entry  # imports JAX, which takes a second: not before the restart
   except ModuleNotFoundError as error:

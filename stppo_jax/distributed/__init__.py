@@ -4,5 +4,5 @@ hosts.py        the processes of a run: start, the one that writes, exchange of 
 messages.py     their messages, through the store of jax.distributed
 determinism.py  deterministic operations on GPUs
 xla_flags.py    which flags the installed jaxlib takes
-huge_pages.py   memory in pages of 2 MB
+malloc.py       memory in pages of 2 MB, and few arenas
 """

@@ -9,23 +9,23 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax.distributed import huge_pages
+from stppo_jax.distributed import malloc
 
 PROGRAM = """
 import os, sys
 print('started', os.getpid())
-from stppo_jax.distributed import huge_pages
-huge_pages.restart()
+from stppo_jax.distributed import malloc
+malloc.restart()
 print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin.read())
 """
 
 
-class HugePagesTest(parameterized.TestCase):
+class MallocTest(parameterized.TestCase):
 
   @parameterized.parameters(None, 'glibc.malloc.arena_max=2')
   def test_a_program_restarts_itself_once(self, value):
-    given = {} if value is None else {huge_pages.VARIABLE: value}
-    environment = {name: x for name, x in os.environ.items() if name != huge_pages.VARIABLE}
+    given = {} if value is None else {malloc.VARIABLE: value}
+    environment = {name: x for name, x in os.environ.items() if name != malloc.VARIABLE}
     folder = tempfile.mkdtemp()
     self.addCleanup(shutil.rmtree, folder)
     path = os.path.join(folder, 'program.py')
@@ -41,7 +41,7 @@ class HugePagesTest(parameterized.TestCase):
     said, _ = process.communicate('what it reads')
     self.assertEqual(process.returncode, 0)
     restarted = value is None and sys.platform == 'linux'
-    expected = value or (huge_pages.VALUE if restarted else '')
+    expected = value or (malloc.VALUE if restarted else '')
     self.assertEqual(
         said.splitlines(),
         [f'started {process.pid}'] * (2 if restarted else 1)
