@@ -259,8 +259,8 @@ class _TrlReward:
 
   Completions are texts, TRL's standard format. A function that raises a TypeError, AttributeError,
   KeyError or IndexError for the first text, and no error for the message, gets messages from then
-  on. A function that has scored a text is not given messages, whatever it raises later.
-  Scores decide nothing: a length, for example, is a number for both.
+  on. A function that has scored a text is not given messages, whatever it raises later. Scores
+  decide nothing: a length, for example, is a number for both.
   """
 
   def __init__(self, name, function, names, takes_all, have_several):

@@ -124,8 +124,8 @@ def step_all(
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,
   `retriever`, `top_k`, and a `step` that accepts `passages`. If its `query` raises an error, this
-  is the outcome of the step. `map_all` steps the others: the
-  built-in map, or the one of a pool of threads.
+  is the outcome of the step. `map_all` steps the others: the built-in map, or the one of a pool of
+  threads.
   """
   steps: dict[int, protocol.Step] = {}
   queries: dict[int, str] = {}

@@ -151,8 +151,8 @@ def policy(
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
   Without checkpoints in `workdir`, loads the model of config.model.folder. If `is_run`, this needs
-  config.train.updates=0, as in `load`. If each role has its own
-  policy, loads that of config.serve.role, or those of `all_policies`.
+  config.train.updates=0, as in `load`. If each role has its own policy, loads that of
+  config.serve.role, or those of `all_policies`.
   """
   validation.validate(config)
   is_needed = is_run and config.train.updates
