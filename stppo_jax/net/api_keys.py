@@ -5,7 +5,7 @@ import re
 
 from stppo_jax import types
 
-_VISIBLE_ASCII = re.compile('[!-~]*')  # what a header takes; libraries show others in their errors
+_PRINTED_ASCII = re.compile('[ -~]*')  # what a header takes; libraries show others in their errors
 
 
 def read(name: str) -> str:
@@ -14,9 +14,9 @@ def read(name: str) -> str:
   Raises UserError, without the key, if a header cannot hold it.
   """
   key = os.environ.get(name, '').strip()
-  if not _VISIBLE_ASCII.fullmatch(key):
+  if not _PRINTED_ASCII.fullmatch(key):
     raise types.UserError(
-        f'the environment variable {name} has white space or other characters in its middle that '
-        'no key has: set it to the key alone'
+        f'the environment variable {name} has a line break or another character that no header of '
+        'HTTP holds: set it to the key alone, in ASCII'
     )
   return key

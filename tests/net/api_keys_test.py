@@ -12,7 +12,7 @@ from stppo_jax.net import api_keys
 class ReadTest(absltest.TestCase):
 
   def test_white_space_around_a_key_is_no_part_of_it(self):
-    for text, key in ((' sk-1\r\n', 'sk-1'), ('\n', ''), ('', '')):
+    for text, key in ((' sk-1\r\n', 'sk-1'), ("a 'key' $x ", "a 'key' $x"), ('\n', ''), ('', '')):
       with mock.patch.dict(os.environ, {'OPENAI_API_KEY': text}):
         self.assertEqual(api_keys.read('OPENAI_API_KEY'), key)
     with mock.patch.dict(os.environ):
@@ -20,7 +20,7 @@ class ReadTest(absltest.TestCase):
       self.assertEqual(api_keys.read('OPENAI_API_KEY'), '')
 
   def test_key_that_no_header_holds_is_refused_without_it(self):
-    for text in ('sk-1\nsk-2', 'sk 1', 'sk-é', '“sk-1”'):
+    for text in ('sk-1\nsk-2', 'sk-é', '“sk-1”'):
       with mock.patch.dict(os.environ, {'OPENAI_API_KEY': text}):
         with self.assertRaisesRegex(types.UserError, 'OPENAI_API_KEY has') as caught:
           api_keys.read('OPENAI_API_KEY')
