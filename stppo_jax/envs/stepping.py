@@ -17,6 +17,7 @@ from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import guard as guard_lib
 from stppo_jax.envs import guarded
+from stppo_jax.envs import outages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
@@ -172,9 +173,10 @@ def _search(envs: Sequence[Any], queries: Mapping[int, str]) -> dict[int, _Passa
 def call_retriever(
     retriever: Any, queries: Sequence[str], top_k: int, guard: guard_lib.Guard = guard_lib.IN_PLACE
 ) -> Any:
-  """Returns the retriever's results. None per query: the search raised, or took too long.
+  """Returns the retriever's results. None per query: the search took too long, or had an outage.
 
-  A retriever that can give up by itself has its own time limits.
+  A retriever that can give up by itself has its own time limits. RunError: it raised another error,
+  which would come back however long the run waited.
   """
   limit = guard.unlimited() if hasattr(retriever, 'stop_signal') else guard
   try:
@@ -187,7 +189,14 @@ def call_retriever(
     _log_failed_search(retriever, f'gave {error}')
   except Exception as error:  # a user's code may raise anything
     message = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-    _log_failed_search(retriever, f'raised {message} ({plugins.raised_at(error)})')
+    reason = f'raised {message} ({plugins.raised_at(error)})'
+    if not outages.is_outage(error):
+      name = type(retriever).__name__
+      raise types.RunError(
+          f'the retriever {name} {reason}: correct it, and the same command resumes, with '
+          '--config.train.accept_changed_plugins'
+      ) from error
+    _log_failed_search(retriever, reason)
   return [None] * len(queries)
 
 

@@ -121,7 +121,7 @@ class StepAllTest(absltest.TestCase):
       with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
         stepping.step_all([env], ['<search>x</search>'])
 
-  def test_raising_retriever_is_a_failed_search(self):
+  def test_outage_of_a_retriever_is_a_failed_search(self):
     error = mock.Mock(side_effect=ConnectionResetError('by peer'))
     retriever = FakeRetriever()
     retriever.search = lambda queries, top_k: error()
@@ -137,6 +137,9 @@ class StepAllTest(absltest.TestCase):
       error.side_effect = kind
       with self.assertRaises(kind):
         stepping.step_all([start(retriever=retriever)], [SEARCH])
+    error.side_effect = KeyError('text')
+    with self.assertRaisesRegex(types.RunError, r"^the retriever .* raised KeyError: 'text' \("):
+      stepping.step_all([start(retriever=retriever)], [SEARCH])
 
   def test_error_of_query_is_the_outcome_of_the_step(self):
     class Asks(ForeignEnv):

@@ -158,6 +158,7 @@ class WorkdirTest(parameterized.TestCase):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     recovery.claim_data(schema.Config(), [types.Task('a')], [], 'a1', self.workdir)
+    self.assertEqual(workdirs.read_config(self.workdir)['passages'], 'a1')
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())
