@@ -3,9 +3,8 @@ set -euo pipefail
 # Expected: Scanning equal layers (flax's nn.scan) changes the time to compile and no number, so
 #   optax.contrib.muon moves each layer's matrix as it moves the same matrix without a scan.
 # Happens: The scan stacks the matrices to an array of three axes. muon treats only arrays of two
-#   axes as matrices, so all layers are updated by AdamW, without a word. Their steps differ from
-#   muon's, and the one matrix outside the scan still gets muon. With
-#   muon_weight_dimension_numbers that name the two axes, the steps are equal.
+#   axes as matrices, so all layers are updated by AdamW, without a word. With
+#   muon_weight_dimension_numbers that name the two axes, the steps are muon's.
 # Versions: optax 0.2.8, flax 0.12.7, jax 0.10.2
 # Output seen:
 #   layers apart: singular values of the step 0.25 to 1.20
