@@ -35,6 +35,9 @@ _AROUND = ' \t\n"\'()[]{}:;,!?'  # quotes and brackets around an answer
 _CHARACTERS = str.maketrans(
     {**dict.fromkeys('−‐‑–', '-'), **dict.fromkeys('‘’', "'"), **dict.fromkeys('“”', '"')}
     | dict(zip('₀₁₂₃₄₅₆₇₈₉', '0123456789'))
+    | {0xFEE0 + code: chr(code) for code in range(ord('!'), 0x7F)}  # full-width ASCII
+    | dict(zip(map(ord, '。、・'), '.,·'))
+    | dict.fromkeys(map(ord, '「」『』《》〈〉【】〔〕'), '"')
     | {'½': ' 1/2', '⅓': ' 1/3', '⅔': ' 2/3', '¼': ' 1/4', '¾': ' 3/4', '⅕': ' 1/5', '⅛': ' 1/8'}
 )
 

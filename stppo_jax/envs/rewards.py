@@ -22,6 +22,7 @@ from typing import Any
 import unicodedata
 
 from stppo_jax import types
+from stppo_jax.data import scripts
 from stppo_jax.envs import formulas
 from stppo_jax.envs import numerals
 from stppo_jax.text import thoughts
@@ -240,7 +241,11 @@ def _f1(answer, golds):
   if _em(answer, golds):
     return 1.0
   others = [gold for gold in golds if not _differs_in_groups(answer, gold)]
-  return f1(numerals.spell_signs(answer), list(map(numerals.spell_signs, others)))
+  return f1(_words_of(answer), list(map(_words_of, others)))
+
+
+def _words_of(text):
+  return scripts.spaced(numerals.spell_signs(text))
 
 
 def _differs_in_groups(answer, gold):
@@ -345,7 +350,8 @@ def _comparable(text):
   normalized = normalize_answer(text)
   if normalized:
     return True, normalized
-  return False, text.strip().lower()
+  plain = text.strip().lower()
+  return False, plain.strip('.') or plain
 
 
 def _word_f1(prediction, gold):

@@ -12,9 +12,14 @@ import unicodedata
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.data import scripts
 from stppo_jax.retrieval import protocol
 
-_WORD = re.compile(r'\w+')
+# Python's \w leaves out the vowel signs of the scripts of India and of South-East Asia.
+_MARKS = ''.join(
+    char for char in map(chr, range(0x900, 0x1D00)) if unicodedata.category(char)[0] == 'M'
+)
+_WORD = re.compile(rf'[\w{_MARKS}]+')
 
 
 class Bm25Retriever:
@@ -80,10 +85,14 @@ def _library() -> types_lib.ModuleType:
 
 
 def _words(text: str) -> list[str]:
-  """Splits into lower-case words without accents and stop words, keeping letters and digits."""
+  """Splits into lower-case words without accents and stop words, keeping letters and digits.
+
+  A run of a script without spaces gives its characters and their pairs.
+  """
   text = text.lower()
   if not text.isascii():  # the loop over characters takes most of the time of indexing
     text = unicodedata.normalize('NFKD', text)
     text = ''.join(char for char in text if not unicodedata.combining(char))
+    text = scripts.with_pairs(unicodedata.normalize('NFC', text))  # NFC: syllables of Korean
   stop_words = _library().stopwords.STOPWORDS_EN
   return [word for word in _WORD.findall(text) if word not in stop_words]

@@ -5,6 +5,7 @@ from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies
 
+from stppo_jax import types
 from stppo_jax.envs import rewards
 
 GOOD = '<think>a</think><answer>b</answer>'
@@ -80,6 +81,23 @@ class RewardsTest(parameterized.TestCase):
   )
   def test_f1(self, prediction, golds, expected):
     self.assertAlmostEqual(rewards.f1(prediction, golds), expected)
+
+  @parameterized.parameters(
+      ('巴黎。', '巴黎', 1.0, 1.0),
+      ('《红楼梦》', '红楼梦', 1.0, 1.0),
+      ('１，８８９', '1889', 1.0, 1.0),
+      ('A。', 'A', 1.0, 1.0),
+      ('A.', 'A', 1.0, 1.0),  # also an article
+      ('B.', 'A', 0.0, 0.0),
+      ('是巴黎', '巴黎', 0.0, 0.8),  # P 2/3, R 1 over characters: 2 * 2/3 / (5/3) = 4/5
+      ('서울은', '서울', 0.0, 0.8),
+      ('北京', '巴黎', 0.0, 0.0),
+      ('在 Paris 市', 'Paris', 0.0, 0.5),  # P 1/3, R 1
+  )
+  def test_answers_of_other_scripts(self, answer, gold, em, f1):
+    task = types.Task('0', '?', (gold,))
+    self.assertEqual(rewards.REWARDS['em'](task, answer, ''), em)
+    self.assertAlmostEqual(rewards.REWARDS['f1'](task, answer, ''), f1)
 
   @hypothesis.given(strategies.text(), strategies.lists(strategies.text(), max_size=2))
   def test_gold_answers_itself(self, gold, others):

@@ -56,6 +56,27 @@ class Bm25Test(parameterized.TestCase):
   def test_finds(self, query, expected):
     self.assertEqual(_ids(self.retriever.search([query], 3)), [expected])
 
+  @parameterized.parameters(
+      ('法国首都在哪里？', 0),  # Chinese: no spaces, and no passage has the whole run
+      ('塞', 0),
+      ('日本の首都', 1),  # Japanese
+      ('서울에서', 2),  # Korean: another particle than the passage's
+      ('दिल्ली', 3),  # Hindi: vowel signs do not end words
+      ('กรุงเทพ', 4),  # Thai
+      ('दल', None),  # the letters of a word of passage 3 without its signs
+  )
+  def test_finds_in_other_scripts(self, query, expected):
+    texts = (
+        '巴黎是法国的首都，位于塞纳河畔。',
+        '東京は日本の都です。',
+        '서울은 대한민국의 수도이다',
+        'नई दिल्ली भारत की राजधानी है।',
+        'ไทยมีกรุงเทพมหานคร',
+    )
+    passages = [types.Passage(str(row), '', text) for row, text in enumerate(texts)]
+    found = _ids(bm25.Bm25Retriever(passages).search([query], 1))
+    self.assertEqual(found, [[] if expected is None else [str(expected)]])
+
   def test_title_counts_twice(self):
     """Although the passage about the city is shorter and mentions the word as densely."""
     passages = (
