@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import dataclasses
 import difflib
 import json
+import os
 import re
 import types as types_lib
 from typing import Any
@@ -109,6 +110,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
         text = rest.pop(0)
       else:
         raise UserError(f'{argument}: give a value, as in {argument}=VALUE')
+    if text.startswith('~/'):  # shells expand it only where a word begins
+      text = os.path.expanduser(text)
     value = _parse_value(name, text, kind)
     path = name.removeprefix('config.')
     if kind == _DICT and not value:

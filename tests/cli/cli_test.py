@@ -215,6 +215,13 @@ class WordsTest(absltest.TestCase):
     self.assertEqual(flags.parse([]).flags.mode, 'train')
     self.assertEqual(flags.parse(['--mode=compare', 'a', 'b']).operands, ['a', 'b'])
 
+  def test_home_folder_in_a_value(self):
+    arguments = ['--workdir=~/run', '--config.model.folder', '~/model', '--config.name=~']
+    with mock.patch.dict(os.environ, HOME='/home/me'):
+      parsed = flags.parse(arguments)
+    self.assertEqual(parsed.flags.workdir, '/home/me/run')
+    self.assertEqual(parsed.overrides, {'model.folder': '/home/me/model', 'name': '~'})
+
   def test_list_names_each_experiment_and_algorithm(self):
     code, text, _ = run('list')
     self.assertIsNone(code)
