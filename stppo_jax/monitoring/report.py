@@ -138,10 +138,12 @@ def seed_group(settings: Mapping[str, object]) -> str:
   """Returns a digest that the seeds of a sweep have in common; '': the settings have no seed.
 
   Such runs differ only in the seed, the name, and the folders and engines that each has for itself.
+  Digests of data are no settings.
   """
   if 'seed' not in settings:
     return ''
-  common = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+  own = (*_OWN_SETTINGS, *workdir_lib.RECORDED)
+  common = {name: value for name, value in settings.items() if name not in own}
   return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 

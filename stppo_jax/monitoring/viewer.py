@@ -20,6 +20,7 @@ import http
 import http.server
 import json
 import os
+import sys
 import time
 from typing import Any
 from urllib import parse
@@ -61,11 +62,17 @@ def serve(folder: str, port: int, stop_signal: StopSignal) -> None:
       server.handle_request()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+  """Says nothing of browsers that close a connection."""
+
+  def handle_error(self, request: Any, client_address: Any) -> None:
+    if not isinstance(sys.exception(), ConnectionError):
+      super().handle_error(request, client_address)
+
+
 def make_server(folder: str, port: int) -> http.server.ThreadingHTTPServer:
   """Returns the server, whose `handle_request` returns after half a second at the latest."""
-  server = http.server.ThreadingHTTPServer(
-      ('127.0.0.1', port), functools.partial(_Handler, folder=folder)
-  )
+  server = _Server(('127.0.0.1', port), functools.partial(_Handler, folder=folder))
   server.timeout = 0.5
   server.daemon_threads = True
   return server

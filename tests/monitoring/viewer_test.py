@@ -1,6 +1,8 @@
 """The viewer's server: right answers, nothing outside of its folder, no other origin."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -55,6 +57,7 @@ class ViewerTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'train': {'checkpoint_folder': 'gs://bucket/1'}, 'name': 'other'}, True),
       ({'rollout': {'engine_folder': '/weights/1', 'engine': 'http://b:1'}}, True),
+      ({'held_out_questions': '01', 'main_score': 'em'}, True),  # an older run does not have them
       ({'train': {'epochs': 7}}, False),
   )
   def test_seeds_with_folders_of_their_own_are_one_group(self, own, is_one):
@@ -68,6 +71,17 @@ class ViewerTest(parameterized.TestCase):
       groups.append(report.page_data(path)['seed_group'])
     self.assertNotEqual(groups[0], '')
     self.assertEqual(groups[0] == groups[1], is_one)
+
+  def test_browser_that_leaves_is_no_error(self):
+    server = self.enterContext(viewer.make_server(self.folder, 0))
+    for failure, is_shown in ((ConnectionResetError(), False), (ValueError('a fault'), True)):
+      with contextlib.redirect_stderr(io.StringIO()) as shown:
+        try:
+          raise failure
+        except (OSError, ValueError):
+          server.handle_error(None, ('127.0.0.1', 1))
+      self.assertEqual('a fault' in shown.getvalue(), is_shown)
+      self.assertEqual(bool(shown.getvalue()), is_shown)
 
   def test_runs_are_found_and_change_their_version(self):
     before = json.loads(self._get('/api/runs'))
