@@ -14,6 +14,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import traceback
 from typing import Any
 
 from absl import logging
@@ -176,7 +177,8 @@ class Components:
     has_own_tasks = False
     if data.source == 'embedded' and self.env.load_tasks is not None:
       has_own_tasks = True
-      source = self.env.load_tasks
+      given = f'config.env.kind={self.config.env.kind!r}, its load_tasks'
+      source = _checked(given, self.env.load_tasks, may_share_ids=True)
     tasks = [without_surrogates(task) for task in source(split)]
     if data.max_hops and not (tasks := [task for task in tasks if task.hops <= data.max_hops]):
       raise UserError(
@@ -496,23 +498,37 @@ def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], li
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
-  return _checked(_load_function('data.source', name, {}))
+  return _checked(f'config.data.source={name!r}', _load_function('data.source', name, {}))
 
 
-def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task]]:
-  """Returns a user's function of tasks with checks of what it returns."""
+def _checked(
+    given: str, load: Callable[[str], Iterable[Task]], may_share_ids: bool = False
+) -> Callable[[str], list[Task]]:
+  """Returns a user's function of tasks with checks of what it returns. `given` names it."""
 
   def load_checked(split: str) -> list[Task]:
-    tasks = [without_surrogates(task) for task in load(split)]
+    try:
+      tasks = [without_surrogates(task) for task in load(split)]
+    except (UserError, RunError, Stopped):
+      raise
+    except Exception as error:  # a user's function may raise anything
+      message = ' '.join(str(error).split())
+      line = plugins.user_line(traceback.extract_tb(error.__traceback__))
+      place = f'; {line}' if line else ''
+      raise UserError(
+          f'{given}: the tasks of the split {split!r} cannot be loaded '
+          f'({type(error).__name__}: {message}{place}): a function that takes the split and '
+          'returns a list of stppo_jax.types.Task is needed'
+      ) from error
     if not tasks:
-      raise UserError(f'config.data.source gives no task of the split {split!r}')
+      raise UserError(f'{given} gives no task of the split {split!r}')
     seen: set[tuple[str, str]] = set()
     for task in tasks:
       try:
         tasks_lib.check_types(task)
-        tasks_lib.check_task(task, seen)
+        tasks_lib.check_task(task, set() if may_share_ids else seen)
       except ValueError as error:
-        raise UserError(f'the tasks of {split!r} hold {task!r:.200}: {error}') from error
+        raise UserError(f'{given}: the tasks of {split!r} hold {task!r:.200}: {error}') from error
     return tasks
 
   return load_checked

@@ -404,6 +404,19 @@ class ResolveTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, message):
       resolve(data__source=f'a_users_module:{name}').load_tasks('dev')
 
+  @parameterized.parameters(
+      (plugin.load_nothing, 'its load_tasks gives no task'),
+      (plugin.load_texts, "'q': a stppo_jax.types.Task is needed"),
+      (lambda split: None, r'TypeError: .*not iterable\): a function that takes the split'),
+      (lambda self, split: [], "missing 1 required positional argument: 'split'"),
+      (lambda split: {}[split], r"KeyError: 'dev'; .*components_test.py:\d+"),
+      ([Task('t', 'q')], "'list' object is not callable"),
+  )
+  def test_unusable_tasks_of_an_environment_are_rejected(self, load, message):
+    plugin.Wrong = type('Wrong', (plugin.Procedural,), {'load_tasks': load})
+    with self.assertRaisesRegex(UserError, message):
+      resolve(env__kind='a_users_module:Wrong').load_tasks('dev')
+
   def test_plugin_names(self):
     config = schema.Config()
     config.env.kind, config.data.source = 'm:Game', 'embedded'
