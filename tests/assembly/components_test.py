@@ -417,6 +417,11 @@ class ResolveTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, message):
       resolve(env__kind='a_users_module:Wrong').load_tasks('dev')
 
+  def test_a_maker_that_returns_no_retriever_is_refused(self):
+    plugin.no_search = lambda settings, load_corpus: None
+    with self.assertRaisesRegex(UserError, 'made None: return search'):
+      self.assertIsNone(resolve(retriever__kind='a_users_module:no_search').retriever)
+
   def test_plugin_names(self):
     config = schema.Config()
     config.env.kind, config.data.source = 'm:Game', 'embedded'
