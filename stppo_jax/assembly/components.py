@@ -90,6 +90,11 @@ class Components:
     columns = data.columns if corpus == data.source else {}
 
     def load_corpus():
+      if corpus == data.source and _is_function(corpus):
+        raise UserError(
+            f'config.data.source={corpus!r} is a function, which brings no passages to search: set '
+            '--config.data.corpus=FOLDER, or another --config.retriever.kind'
+        )
       passages = tasks_lib.load_corpus(corpus, columns)
       self._loaded['passages'] = tasks_lib.digest(passages)
       return passages
@@ -186,7 +191,7 @@ class Components:
           'give a larger number, or 0 for all questions'
       )
     known = sorted({task.dataset for task in tasks})
-    if has_own_tasks and not set(data.datasets) & set(known):
+    if has_own_tasks and set(data.datasets) <= _embedded_datasets() - set(known):
       return tasks  # data.datasets names those of the embedded questions
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
@@ -496,9 +501,20 @@ def _load_function(field: str, name: str, built_in: Mapping[str, object]) -> Cal
 
 def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
-  if ':' not in name or os.path.exists(name):
+  if not _is_function(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
   return _checked(f'config.data.source={name!r}', _load_function('data.source', name, {}))
+
+
+@functools.cache
+def _embedded_datasets() -> set[str]:
+  """Returns the names of the data sets of the embedded questions, which experiments select."""
+  return {task.dataset for task in tasks_lib.load_all('embedded').tasks}
+
+
+def _is_function(source: str) -> bool:
+  """Returns whether config.data.source names a user's function of tasks, and no files."""
+  return ':' in source and not os.path.exists(source)
 
 
 def _checked(

@@ -94,6 +94,15 @@ class OwnTasksTest(absltest.TestCase):
       config.data.datasets = datasets
       tasks = components.resolve(config).load_tasks('train')
       self.assertLen(tasks, 10_000)
+    config.data.datasets = ('GameWithSeed',)
+    with self.assertRaisesRegex(UserError, 'names GameWithSeed: .* has GameWithSeeds'):
+      components.resolve(config).load_tasks('train')
+
+  def test_a_function_of_tasks_brings_no_passages(self):
+    config = schema.Config()
+    config.data.source = f'{__name__}:two_tasks'
+    with self.assertRaisesRegex(UserError, 'is a function, which brings no passages.*data.corpus'):
+      self.assertIsNone(components.resolve(config).retriever)
 
 
 class MaxHopsTest(absltest.TestCase):
