@@ -503,6 +503,11 @@ def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], li
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if not _is_function(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
+  if columns:
+    raise UserError(
+        f'config.data.columns={dict(columns)!r} names columns of files, and config.data.source='
+        f'{name!r} is a function: leave config.data.columns out'
+    )
   return _checked(f'config.data.source={name!r}', _load_function('data.source', name, {}))
 
 

@@ -103,6 +103,9 @@ class OwnTasksTest(absltest.TestCase):
     config.data.source = f'{__name__}:two_tasks'
     with self.assertRaisesRegex(UserError, 'is a function, which brings no passages.*data.corpus'):
       self.assertIsNone(components.resolve(config).retriever)
+    config.data.columns = {'question': 'q', 'answers': 'a'}
+    with self.assertRaisesRegex(UserError, 'data.columns=.* is a function: leave'):
+      components.resolve(config)
 
 
 class MaxHopsTest(absltest.TestCase):
