@@ -8,7 +8,7 @@ have `begin(task)`, and `act(observation)` returns its action, or '' to end the 
 the config's environment, on the questions that it trains on if the config names some; where there
 are several roles, there is a player for each. Tokens are bytes, and byte pairs of the episodes: a
 sentence that the environment always says becomes a few tokens, while each digit stays one. Writes
-the folder that config.model.folder names.
+the folder that config.model.folder names, and replaces only a model of its own there.
 """
 
 import argparse
@@ -72,6 +72,7 @@ def _make(args: argparse.Namespace) -> None:
     )
   named = components.resolve(config)  # before the folder exists, which has no tokenizer yet
   folder = pathlib.Path(config.model.folder)
+  _check_own(folder)
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -110,6 +111,18 @@ def _make(args: argparse.Namespace) -> None:
       seed=0,
   )
   convert.save_hf(str(folder), model, jax.device_get(params))
+
+
+def _check_own(folder: pathlib.Path) -> None:
+  """Raises a UserError if a folder holds files, and no model of this script."""
+  path = folder / 'tokenizer.json'
+  is_own = path.is_file() and CONTROLS[-1] in path.read_text(encoding='utf-8')
+  if folder.is_dir() and any(folder.iterdir()) and not is_own:
+    raise UserError(
+        f'config.model.folder={str(folder)!r} holds files that this script has not written, and a '
+        'new model would replace them: give a new folder. To train an existing model: python '
+        'run.py sft'
+    )
 
 
 def load_config(path: str):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax import plugins
 from stppo_jax.algorithms import objectives
@@ -78,6 +79,8 @@ def check(field: str, function: Callable, variant: BaseVariant, group_size: int 
     )
   if field == 'advantage' and not variant.needs_critic:
     return _check_values_unused(function, batch)
+  if field == 'surrogate':
+    return _check_tokens_alone(function, x.shape)
   return ''
 
 
@@ -94,6 +97,25 @@ def _check_values_unused(estimate, batch):
     return (
         'it reads old_values, and no critic is trained for it: wrap it in ' 'advantages.from_values'
     )
+  return ''
+
+
+def _check_tokens_alone(surrogate, shape):
+  """Returns what is wrong with a surrogate that reads more than one token."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  log_ratio, logp, advantages = (jax.random.normal(key, shape) for key in keys)
+  arguments = (jnp.exp(log_ratio), logp, advantages)
+  together = surrogate(*arguments)
+  for i, j in np.ndindex(shape):
+    place = slice(i, i + 1), slice(j, j + 1)
+    alone = surrogate(*(argument[place] for argument in arguments))
+    for value, expected in zip(alone, together):
+      if not np.allclose(value, expected[place], rtol=1e-4, atol=1e-6, equal_nan=True):
+        return (
+            'what it returns for a token depends on other tokens, and a run calls it with a few '
+            'bins at a time, whose number changes with the micro-batch and the devices: read only '
+            "the token's own ratio, logp and advantage, and normalise in the advantage"
+        )
   return ''
 
 

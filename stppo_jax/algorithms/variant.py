@@ -13,7 +13,8 @@ Five fields take either the name of a built-in, or a function. systems/parts.py 
              adjacent. The function may read batch.tokens, turn_ids, old_logp, ..
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)
              All are [B,T], and `clipped` is true where the clip changed the gradient. The trainer
-             ascends the objective, through `ratio` and `logp`.
+             ascends the objective, through `ratio` and `logp`. It calls the function with a few
+             bins at a time, so the results for a token depend on this token alone.
   objective  (outputs, batch, variant) -> (row_values, clipped)
              [b] and [b,T] for the rows of an optimizer step, whose log-probs are outputs.logp. The
              trainer ascends the sum of the values, in place of the surrogate. A `RowObjective`

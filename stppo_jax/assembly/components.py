@@ -14,6 +14,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import traceback
 from typing import Any
 
 from absl import logging
@@ -89,6 +90,11 @@ class Components:
     columns = data.columns if corpus == data.source else {}
 
     def load_corpus():
+      if corpus == data.source and _is_function(corpus):
+        raise UserError(
+            f'config.data.source={corpus!r} is a function, which brings no passages to search: set '
+            '--config.data.corpus=FOLDER, or another --config.retriever.kind'
+        )
       passages = tasks_lib.load_corpus(corpus, columns)
       self._loaded['passages'] = tasks_lib.digest(passages)
       return passages
@@ -176,7 +182,8 @@ class Components:
     has_own_tasks = False
     if data.source == 'embedded' and self.env.load_tasks is not None:
       has_own_tasks = True
-      source = self.env.load_tasks
+      given = f'config.env.kind={self.config.env.kind!r}, its load_tasks'
+      source = _checked(given, self.env.load_tasks, may_share_ids=True)
     tasks = [without_surrogates(task) for task in source(split)]
     if data.max_hops and not (tasks := [task for task in tasks if task.hops <= data.max_hops]):
       raise UserError(
@@ -184,7 +191,7 @@ class Components:
           'give a larger number, or 0 for all questions'
       )
     known = sorted({task.dataset for task in tasks})
-    if has_own_tasks and not set(data.datasets) & set(known):
+    if has_own_tasks and set(data.datasets) <= _embedded_datasets() - set(known):
       return tasks  # data.datasets names those of the embedded questions
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
@@ -494,25 +501,55 @@ def _load_function(field: str, name: str, built_in: Mapping[str, object]) -> Cal
 
 def _task_source(name: str, columns: Mapping[str, object]) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
-  if ':' not in name or os.path.exists(name):
+  if not _is_function(name):
     return lambda split: tasks_lib.load_tasks(name, split, columns)
-  return _checked(_load_function('data.source', name, {}))
+  if columns:
+    raise UserError(
+        f'config.data.columns={dict(columns)!r} names columns of files, and config.data.source='
+        f'{name!r} is a function: leave config.data.columns out'
+    )
+  return _checked(f'config.data.source={name!r}', _load_function('data.source', name, {}))
 
 
-def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task]]:
-  """Returns a user's function of tasks with checks of what it returns."""
+@functools.cache
+def _embedded_datasets() -> set[str]:
+  """Returns the names of the data sets of the embedded questions, which experiments select."""
+  return {task.dataset for task in tasks_lib.load_all('embedded').tasks}
+
+
+def _is_function(source: str) -> bool:
+  """Returns whether config.data.source names a user's function of tasks, and no files."""
+  return ':' in source and not os.path.exists(source)
+
+
+def _checked(
+    given: str, load: Callable[[str], Iterable[Task]], may_share_ids: bool = False
+) -> Callable[[str], list[Task]]:
+  """Returns a user's function of tasks with checks of what it returns. `given` names it."""
 
   def load_checked(split: str) -> list[Task]:
-    tasks = [without_surrogates(task) for task in load(split)]
+    try:
+      tasks = [without_surrogates(task) for task in load(split)]
+    except (UserError, RunError, Stopped):
+      raise
+    except Exception as error:  # a user's function may raise anything
+      message = ' '.join(str(error).split())
+      line = plugins.user_line(traceback.extract_tb(error.__traceback__))
+      place = f'; {line}' if line else ''
+      raise UserError(
+          f'{given}: the tasks of the split {split!r} cannot be loaded '
+          f'({type(error).__name__}: {message}{place}): a function that takes the split and '
+          'returns a list of stppo_jax.types.Task is needed'
+      ) from error
     if not tasks:
-      raise UserError(f'config.data.source gives no task of the split {split!r}')
+      raise UserError(f'{given} gives no task of the split {split!r}')
     seen: set[tuple[str, str]] = set()
     for task in tasks:
       try:
         tasks_lib.check_types(task)
-        tasks_lib.check_task(task, seen)
+        tasks_lib.check_task(task, set() if may_share_ids else seen)
       except ValueError as error:
-        raise UserError(f'the tasks of {split!r} hold {task!r:.200}: {error}') from error
+        raise UserError(f'{given}: the tasks of {split!r} hold {task!r:.200}: {error}') from error
     return tasks
 
   return load_checked

@@ -42,7 +42,8 @@ def make(
 ) -> protocol.Retriever | None:
   """Calls one of RETRIEVERS or a function of the user's; None for 'none'."""
   retriever = maker(settings, load_corpus)
-  if retriever is None or hasattr(retriever, 'search'):
+  is_off = retriever is None and settings.kind in RETRIEVERS
+  if is_off or hasattr(retriever, 'search'):
     return retriever
   if not callable(retriever):
     raise types.UserError(

@@ -382,6 +382,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   _check_sections(_VARIANT_SECTIONS, config, variant)
   _check_ratio(config, variant)
   _check_decay(config)
+  _check_health(config, variant)
   if config.model.critic == 'shared' and config.model.critic_folder:
     raise UserError(
         f'config.model.critic_folder={config.model.critic_folder!r} needs a separate critic: leave '
@@ -439,6 +440,21 @@ def _check_decay(config: Config) -> None:
           f'config.{name}.final_lr={options.final_lr:g} is never reached: warmup='
           f'{options.warmup:g} after critic_warmup={waits} of {updates} updates leaves none to '
           f'decay in: lower them, or set --config.{name}.final_lr=1'
+      )
+
+
+def _check_health(config: Config, variant: Variant) -> None:
+  """Checks that the limits that end a run are measured."""
+  for name in config.health.stop_on:
+    if not getattr(config.health, name):
+      raise UserError(
+          f'config.health.stop_on names {name!r}, and config.health.{name}=0 turns this limit off: '
+          f'leave it out, or set --config.health.{name}'
+      )
+    if name == 'kl' and variant.kl_in == 'none':
+      raise UserError(
+          "config.health.stop_on names 'kl', and config.algorithm.kl_in='none' measures no KL to "
+          'a reference: leave it out, or set --config.algorithm.kl_in=loss or reward'
       )
 
 

@@ -94,6 +94,18 @@ class OwnTasksTest(absltest.TestCase):
       config.data.datasets = datasets
       tasks = components.resolve(config).load_tasks('train')
       self.assertLen(tasks, 10_000)
+    config.data.datasets = ('GameWithSeed',)
+    with self.assertRaisesRegex(UserError, 'names GameWithSeed: .* has GameWithSeeds'):
+      components.resolve(config).load_tasks('train')
+
+  def test_a_function_of_tasks_brings_no_passages(self):
+    config = schema.Config()
+    config.data.source = f'{__name__}:two_tasks'
+    with self.assertRaisesRegex(UserError, 'is a function, which brings no passages.*data.corpus'):
+      self.assertIsNone(components.resolve(config).retriever)
+    config.data.columns = {'question': 'q', 'answers': 'a'}
+    with self.assertRaisesRegex(UserError, 'data.columns=.* is a function: leave'):
+      components.resolve(config)
 
 
 class MaxHopsTest(absltest.TestCase):
@@ -403,6 +415,24 @@ class ResolveTest(parameterized.TestCase):
   def test_unusable_tasks_are_rejected(self, name, message):
     with self.assertRaisesRegex(UserError, message):
       resolve(data__source=f'a_users_module:{name}').load_tasks('dev')
+
+  @parameterized.parameters(
+      (plugin.load_nothing, 'its load_tasks gives no task'),
+      (plugin.load_texts, "'q': a stppo_jax.types.Task is needed"),
+      (lambda split: None, r'TypeError: .*not iterable\): a function that takes the split'),
+      (lambda self, split: [], "missing 1 required positional argument: 'split'"),
+      (lambda split: {}[split], r"KeyError: 'dev'; .*components_test.py:\d+"),
+      ([Task('t', 'q')], "'list' object is not callable"),
+  )
+  def test_unusable_tasks_of_an_environment_are_rejected(self, load, message):
+    plugin.Wrong = type('Wrong', (plugin.Procedural,), {'load_tasks': load})
+    with self.assertRaisesRegex(UserError, message):
+      resolve(env__kind='a_users_module:Wrong').load_tasks('dev')
+
+  def test_a_maker_that_returns_no_retriever_is_refused(self):
+    plugin.no_search = lambda settings, load_corpus: None
+    with self.assertRaisesRegex(UserError, 'made None: return search'):
+      self.assertIsNone(resolve(retriever__kind='a_users_module:no_search').retriever)
 
   def test_plugin_names(self):
     config = schema.Config()

@@ -161,6 +161,14 @@ class ValidateTest(parameterized.TestCase):
           ('actor.final_lr=0.1', 'critic_warmup=600'),
       ),
       ({'health.stop_on': ('entropy',)}, ("('entropy',)", 'one or more of', 'entropy_drop')),
+      (
+          {'health.stop_on': ('entropy_drop', 'sampler_gap'), 'health.sampler_gap': 0.0},
+          ("stop_on names 'sampler_gap'", 'health.sampler_gap=0', 'leave it out'),
+      ),
+      (
+          {'health.stop_on': ('kl',), 'algorithm.kl_in': 'none'},
+          ("stop_on names 'kl'", "kl_in='none'"),
+      ),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
       ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)),
       (

@@ -48,6 +48,10 @@ def constant(batch, variant):
 def surrogate(ratio, logp, advantages, variant):
   return ratio * advantages, jnp.zeros_like(ratio, bool)
 
+def normalised(ratio, logp, advantages, variant):
+  centred = advantages - advantages.mean()
+  return ratio * centred, jnp.zeros_like(ratio, bool)
+
 def objective(outputs, batch, variant):
   return outputs.logp.sum(axis=1), jnp.zeros_like(outputs.logp, bool)
 
@@ -284,6 +288,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'ratio': 'pieces'}, ("'Variant' object has no attribute 'length'", 'own_rl.py:')),
       ({'surrogate': 'constant'}, ('raised TypeError', 'takes 2 positional arguments')),
       ({'surrogate': 'two_arguments'}, ('raised TypeError', 'own_rl:two_arguments')),
+      ({'surrogate': 'normalised'}, ('depends on other tokens', 'normalise in the advantage')),
       ({'divisor': 'branches'}, ('raised TracerBoolConversionError', 'own_rl.py:')),
       ({'divisor': 'vector'}, ('one number', 'returned float32 [2]')),
       ({'divisor': 'nothing'}, ('one number', 'NoneType')),

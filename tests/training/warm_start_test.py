@@ -78,6 +78,15 @@ class WarmStartTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertIn('config.json', os.listdir(self.folder + '/model'))
 
+  def test_another_model_is_not_replaced(self):
+    for name in ('tokenizer.json', 'config.json'):
+      pathlib.Path(self.folder, 'model').mkdir(exist_ok=True)
+      pathlib.Path(self.folder, 'model', name).write_text('{}')
+    done = self.start(self.write(CONFIG.format(folder=self.folder + '/model')), '--width=32')
+    self.assertEqual(done.returncode, 1)
+    self.assertRegex(done.stderr, r'^warm_start: [^\n]*has not written[^\n]*new folder[^\n]*\n$')
+    self.assertEqual(pathlib.Path(self.folder, 'model', 'config.json').read_text(), '{}')
+
   @parameterized.parameters(
       (None, '--config=/nowhere/config.py: no such Python file: give'),
       ('import nothing_like_it', 'ModuleNotFoundError: No module named'),
