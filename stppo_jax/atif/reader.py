@@ -357,11 +357,14 @@ class AtifReader:
 
 
 def _load(path: pathlib.Path) -> dict[str, object] | None:
-  """Returns the document of a file; None: the file is something else."""
+  """Returns the document of a file; None: the file is something else. ValueError: not ATIF-v1."""
   document = types.parse_json(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None
-  is_atif = isinstance(version, str) and version.startswith('ATIF-v1.')
-  return document if is_atif else None
+  if not isinstance(version, str) or not version.startswith('ATIF-'):
+    return None
+  if not version.startswith('ATIF-v1.'):
+    raise ValueError(f'schema_version is {version!r:.40}: ATIF-v1 is needed')
+  return document
 
 
 def _shown_error(name: object, error: Exception) -> str:

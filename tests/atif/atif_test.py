@@ -634,6 +634,15 @@ class ReaderTest(parameterized.TestCase):
     self.assertLen(batch.episodes, 1)
     self.assertIn('1 trajectories are left out', self.told[0])
 
+  def test_another_version_is_left_out(self):
+    document = make(step('user', 'go'), step('agent', 'hi'))
+    self.write('a.json', document)
+    self.write('b.json', document | {'schema_version': 'ATIF-v2.0'})
+    self.write('c.json', {'schema_version': 'of another format'})
+    (batch,) = self.read(tiny())
+    self.assertLen(batch.episodes, 1)
+    self.assertRegex(self.told[0], r"1 trajectories are left out.*b\.json.*'ATIF-v2\.0'")
+
   def test_session_id_that_is_no_text_is_left_out(self):
     document = make(step('user', 'go'), step('agent', 'hi'))
     self.write('a.json', document | {'session_id': {'of': 1}})
