@@ -215,6 +215,9 @@ def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.M
     for name in hf_config.TOKENIZER_FILES:
       if (source / name).is_file():
         shutil.copyfile(source / name, folder / name)
+    if (source / hf_config.MORE_TEMPLATES).is_dir():
+      more = folder / hf_config.MORE_TEMPLATES
+      shutil.copytree(source / hf_config.MORE_TEMPLATES, more, dirs_exist_ok=True)
   path = folder / 'tokenizer_config.json'
   raw = hf_config.read_json(path) if path.is_file() else {}
   words = folder / 'tokenizer.json'

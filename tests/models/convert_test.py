@@ -345,6 +345,24 @@ class ConvertTest(TreeTest):
     self.assertEqual(json.loads((self.folder / 'out/config.json').read_text())['eos_token_id'], 7)
     convert.save_hf(self.folder / 'out', config, params, self.folder / 'out')  # onto itself
 
+  def test_templates_for_tools_come_along(self):
+    """transformers 5 saves every template but the default one in a folder."""
+    templates = {'default': 'A', 'tool_use': 'B'}
+    source = self.folder / 'source'
+    source.mkdir()
+    tiny_tokenizer.write(str(source))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(source)
+    theirs.chat_template = templates
+    theirs.save_pretrained(source)
+    config, params = convert.load_hf(REFERENCES / 'llama')
+    out = self.folder / 'out'
+    convert.save_hf(out, config, params, source)
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    self.assertEqual(again.chat_template, templates)
+    before = hf_config.fingerprint(out)
+    (out / hf_config.MORE_TEMPLATES / 'tool_use.jinja').write_text('C')
+    self.assertNotEqual(hf_config.fingerprint(out), before)
+
   def test_saving_again_leaves_no_old_shards(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
