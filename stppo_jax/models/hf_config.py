@@ -91,6 +91,7 @@ TOKENIZER_FILES = (
     'chat_template.jinja',
     'generation_config.json',
 )
+MORE_TEMPLATES = 'additional_chat_templates'  # a folder with a file per template, as 'tool_use'
 _PIECES = 64  # a fingerprint reads this many parts of a weights file
 _PIECE_BYTES = 4096
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
@@ -219,7 +220,7 @@ def fingerprint(folder: str | pathlib.Path) -> str:
   if not (folder / 'config.json').exists():
     return ''
   digest = hashlib.sha256()
-  for path in sorted(folder.iterdir()):
+  for path in sorted([*folder.iterdir(), *folder.glob(f'{MORE_TEMPLATES}/*.jinja')]):
     if path.suffix == '.safetensors':
       size = path.stat().st_size
       digest.update(f'{path.name} {size}'.encode())
@@ -227,7 +228,7 @@ def fingerprint(folder: str | pathlib.Path) -> str:
         for start in range(0, size, max(size // _PIECES, _PIECE_BYTES)):
           file.seek(start)
           digest.update(file.read(_PIECE_BYTES))
-    elif path.name in ('config.json', *TOKENIZER_FILES):
+    elif path.name in ('config.json', *TOKENIZER_FILES) or path.parent != folder:
       digest.update(path.name.encode() + path.read_bytes())
   return digest.hexdigest()[:16]
 

@@ -24,6 +24,8 @@ MAX_SHARD_BYTES = 2 * 2**30
 # A part of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, as is a punctuation
 # mark.
 _QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
+# Classes in tokenizer_config.json with which AutoTokenizer may take it for any model. None: absent.
+_QWEN2_CLASSES = (None, 'Qwen2Tokenizer', 'Qwen2TokenizerFast')
 
 
 def save_hf(
@@ -184,9 +186,7 @@ def readable_by_auto_tokenizer(
   path = folder / 'tokenizer.json'
   if config.family != 'qwen2' or not path.is_file():
     return config
-  tokenizer = hf_config.read_json(path)
-  pre_tokenizer = json.dumps(tokenizer.get('pre_tokenizer'), ensure_ascii=False)
-  if _QWEN2_WORDS in pre_tokenizer or 'model' not in tokenizer:
+  if not _has_other_words(path):
     return config
   if any(kind.window for kind in config.layer_kinds):
     logging.warning(
@@ -198,15 +198,33 @@ def readable_by_auto_tokenizer(
   return dataclasses.replace(config, family='llama')
 
 
+def _has_other_words(path):
+  """Returns whether a tokenizer.json has another pre-tokenizer than Qwen2's."""
+  tokenizer = hf_config.read_json(path)
+  pre_tokenizer = json.dumps(tokenizer.get('pre_tokenizer'), ensure_ascii=False)
+  return _QWEN2_WORDS not in pre_tokenizer and 'model' in tokenizer
+
+
 def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.ModelConfig) -> None:
-  """Copies the tokenizer's files into the folder of a model with this config."""
+  """Copies the tokenizer's files into the folder of a model with this config.
+
+  Qwen3.5's folders name Qwen2's class. transformers 5 corrects this for the model type with images,
+  but not for that of the text model, where the class replaces the pre-tokenizer by Qwen2's.
+  """
   if not source.samefile(folder):
     for name in hf_config.TOKENIZER_FILES:
       if (source / name).is_file():
         shutil.copyfile(source / name, folder / name)
+    if (source / hf_config.MORE_TEMPLATES).is_dir():
+      more = folder / hf_config.MORE_TEMPLATES
+      shutil.copytree(source / hf_config.MORE_TEMPLATES, more, dirs_exist_ok=True)
   path = folder / 'tokenizer_config.json'
-  if config.family == 'llama' and config.qkv_bias:  # this class takes tokenizer.json as it is
-    raw = hf_config.read_json(path) if path.is_file() else {}
+  raw = hf_config.read_json(path) if path.is_file() else {}
+  words = folder / 'tokenizer.json'
+  may_be_qwen2 = raw.get('tokenizer_class') in _QWEN2_CLASSES
+  is_replaced = may_be_qwen2 and words.is_file() and _has_other_words(words)
+  if is_replaced or (config.family == 'llama' and config.qkv_bias):
+    # This class takes tokenizer.json as it is.
     write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
 
 

@@ -178,11 +178,17 @@ def load_tokenizer(
         '`hf download NAME --local-dir=FOLDER` makes it'
     )
   definition = _read_json(path)
+  unused = _tokens_without_embedding(folder, definition)
   # tokenizers.Tokenizer and not AutoTokenizer: the latter replaces the pre-tokenizer of
   # tokenizer.json by that of the model family named in config.json.
+  read = functools.partial(tokenizers.Tokenizer.from_file, path)
+  if unused:
+    _log_unused(folder, ', '.join(token['content'] for token in unused))
+    definition['added_tokens'] = [t for t in definition['added_tokens'] if t not in unused]
+    read = functools.partial(tokenizers.Tokenizer.from_str, json.dumps(definition))
   try:
-    control_library = tokenizers.Tokenizer.from_file(path)
-    text_library = tokenizers.Tokenizer.from_file(path)
+    control_library = read()
+    text_library = read()
   except Exception as error:  # the library raises bare Exception on a malformed file
     raise types.UserError(f'{path!r} is not a tokenizer file ({error}): replace it') from error
   passage_library = tokenizers.Tokenizer.from_str(_without_added_tokens(definition))
@@ -512,6 +518,29 @@ def _byte_automaton(modes: Sequence[Mapping[bytes, int | None]]) -> np.ndarray:
         text = text[1:]
       steps[state, byte] = states[mode, text]
   return steps
+
+
+def _tokens_without_embedding(folder: str, definition: dict) -> list[dict]:
+  """Returns the special tokens of a tokenizer file whose ids config.json's vocabulary lacks.
+
+  Gemma 3 of 270M and 1B parameters reads no images, and has the tokenizer of the models that do.
+  """
+  size = _read_json(os.path.join(folder, 'config.json')).get('vocab_size')
+  added = definition.get('added_tokens')
+  if not types.is_of(size, int) or not types.is_of(added, list[dict]):
+    return []
+  special = [token for token in added if token.get('special')]
+  return [token for token in special if types.is_of(token.get('id'), int) and token['id'] >= size]
+
+
+@functools.lru_cache  # once, because a run loads its tokenizer several times
+def _log_unused(folder: str, tokens: str) -> None:
+  logging.warning(
+      'the tokenizer in %s has special tokens for which the model has no embedding: %s. They are '
+      'ordinary text',
+      folder,
+      tokens,
+  )
 
 
 def _without_added_tokens(definition: dict) -> str:

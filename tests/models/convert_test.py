@@ -38,6 +38,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.text import tokenizer as chat
 from stppo_jax.types import UserError
 from tests.support import reference_models
+from tests.support import tiny_tokenizer
 
 pytestmark = pytest.mark.guests(
     what='Folders of Hugging Face',
@@ -344,6 +345,24 @@ class ConvertTest(TreeTest):
     self.assertEqual(json.loads((self.folder / 'out/config.json').read_text())['eos_token_id'], 7)
     convert.save_hf(self.folder / 'out', config, params, self.folder / 'out')  # onto itself
 
+  def test_templates_for_tools_come_along(self):
+    """transformers 5 saves every template but the default one in a folder."""
+    templates = {'default': 'A', 'tool_use': 'B'}
+    source = self.folder / 'source'
+    source.mkdir()
+    tiny_tokenizer.write(str(source))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(source)
+    theirs.chat_template = templates
+    theirs.save_pretrained(source)
+    config, params = convert.load_hf(REFERENCES / 'llama')
+    out = self.folder / 'out'
+    convert.save_hf(out, config, params, source)
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    self.assertEqual(again.chat_template, templates)
+    before = hf_config.fingerprint(out)
+    (out / hf_config.MORE_TEMPLATES / 'tool_use.jinja').write_text('C')
+    self.assertNotEqual(hf_config.fingerprint(out), before)
+
   def test_saving_again_leaves_no_old_shards(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
@@ -417,6 +436,26 @@ class ConvertTest(TreeTest):
       config, params = convert.load_hf(REFERENCES / 'qwen2')
       convert.save_hf(self.folder / 'out', config, params, source)
       self.assertEqual(hf_config.load(self.folder / 'out').family, family)
+
+  @parameterized.parameters('Qwen2Tokenizer', None)
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_words_of_tokenizer_survive_qwen2_class(self, name):
+    """Qwen3.5's folders name Qwen2's class, which cuts words at combining marks."""
+    import transformers
+
+    source = self.folder / 'source'
+    source.mkdir()
+    tiny_tokenizer.write(str(source))
+    path = source / 'tokenizer_config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'tokenizer_class': name}))
+    config, params = convert.load_hf(REFERENCES / 'qwen3')
+    convert.save_hf(self.folder / 'out', config, params, source)
+    with mock.patch.dict(os.environ, {'HF_HUB_OFFLINE': '1'}):
+      theirs = transformers.AutoTokenizer.from_pretrained(self.folder / 'out')
+    text = 'capital of France 1931\n'
+    ids = chat.load_tokenizer(str(source)).encode(text)
+    self.assertEqual(theirs(text)['input_ids'], ids)
+    self.assertEqual(theirs.eos_token, tiny_tokenizer.END)
 
   def test_export_keeps_windows_of_qwen2(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')

@@ -286,6 +286,30 @@ class TokenizerTest(parameterized.TestCase):
       self.assertNotEmpty(words)
       self.assertRegex(str(error), f'^[^\n]*({words})[^\n]*$')
 
+  @parameterized.parameters(True, False)
+  def test_special_token_without_embedding_is_text(self, is_special):
+    """Gemma 3 1B has 262,144 embeddings, and a token for images with the id 262,144."""
+    folder = pathlib.Path(tiny_tokenizer.write(_folder(self)))
+    size = chat.load_tokenizer(str(folder)).vocab_size
+    path = folder / 'tokenizer.json'
+    written = json.loads(path.read_text(encoding='utf-8'))
+    token = written['added_tokens'][-1] | {'id': size, 'content': '<image>', 'special': is_special}
+    written['added_tokens'].append(token)
+    path.write_text(json.dumps(written), encoding='utf-8')
+    (folder / 'config.json').write_text(json.dumps({'vocab_size': size}), encoding='utf-8')
+    if not is_special:  # a token that the user has added
+      with self.assertRaisesRegex(types.UserError, 'belongs to the model'):
+        chat.check_matches(chat.load_tokenizer(str(folder)), size)
+      return
+    with self.assertLogs('absl', 'WARNING') as logs:
+      tokenizer = chat.load_tokenizer(str(folder))
+    self.assertIn('no embedding: <image>', logs.output[0])
+    chat.check_matches(tokenizer, size)
+    for control in (True, False):
+      ids = tokenizer.encode('a<image>b', control)
+      self.assertLess(max(ids), size)
+      self.assertEqual(tokenizer.decode(ids), 'a<image>b')
+
   def test_a_tokenizer_without_added_tokens_is_read(self):
     folder = tiny_tokenizer.write(_folder(self))
     path = pathlib.Path(folder) / 'tokenizer.json'
