@@ -529,7 +529,7 @@ def _tokens_without_embedding(folder: str, definition: dict) -> list[dict]:
   added = definition.get('added_tokens')
   if not types.is_of(size, int) or not types.is_of(added, list[dict]):
     return []
-  special = [token for token in added if token.get('special')]
+  special = [token for token in added or () if token.get('special')]
   return [token for token in special if types.is_of(token.get('id'), int) and token['id'] >= size]
 
 
