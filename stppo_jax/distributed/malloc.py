@@ -4,9 +4,11 @@ On a CPU XLA allocates hundreds of megabytes per call and frees them afterwards,
 per 4 kB. Huge pages make an update 1.4 times as fast (measured in docs/dev/notes/0.8.md). Linux
 provides them where `transparent_hugepage` is `madvise`, the usual setting, or `always`. Each arena
 keeps memory that its threads have freed. glibc has up to eight arenas per core, and with one per
-core a run needs a sixth to a third less memory (docs/dev/notes/measurements.md).
+core a run needs a sixth to a third less memory (docs/dev/notes/measurements.md). Freed memory below
+memory in use stays with the process, so a long run grows unless it calls `trim`.
 """
 
+import ctypes
 import os
 import sys
 
@@ -27,3 +29,9 @@ def restart() -> None:
   os.environ[VARIABLE] = VALUE
   sys.stdout.flush()
   os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def trim() -> None:
+  """Gives memory that the process has freed back to the system, where glibc can do so."""
+  if sys.platform == 'linux' and (function := getattr(ctypes.CDLL(None), 'malloc_trim', None)):
+    function(0)

@@ -23,6 +23,7 @@ from stppo_jax.assembly.components import Components
 from stppo_jax.config import Config
 from stppo_jax.data import tasks as tasks_lib
 from stppo_jax.distributed import hosts
+from stppo_jax.distributed import malloc
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
@@ -501,6 +502,9 @@ class Run:
     metrics |= self.timing.metrics()
     metrics |= metrics_lib.device_memory()
     metrics |= episodes_lib.turn_ages(sampled.episodes, n)
+    host_memory_gb = metrics_lib.host_memory_gb()
+    if learners.mesh.devices.flat[0].platform == 'cpu':
+      malloc.trim()
     return metrics | {
         'timing_s/step': step_s,
         'pipeline/staleness': sampled.staleness,
@@ -509,7 +513,7 @@ class Run:
         'perf/shared_train_tokens': 1 - num_places / max(num_row_tokens, 1),
         'perf/compilations': num_programs,
         'perf/failed_saves': self.checkpoints.num_failed,
-        'perf/host_memory_gb': metrics_lib.host_memory_gb(),
+        'perf/host_memory_gb': host_memory_gb,
     }
 
   def _make_records(self, n, sampled, policy_updates, skipped):

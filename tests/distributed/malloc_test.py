@@ -1,6 +1,7 @@
 """A program that restarts itself: once, as the same process, with the same arguments."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,18 @@ print('started', os.getpid())
 from stppo_jax.distributed import malloc
 malloc.restart()
 print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin.read())
+"""
+
+FREES = """
+import ctypes
+from stppo_jax.distributed import malloc
+from stppo_jax.monitoring import metrics
+blocks = [ctypes.create_string_buffer(100_000) for _ in range(3000)]
+last = blocks[-1]
+del blocks
+freed = metrics.host_memory_gb()
+malloc.trim()
+print(freed - metrics.host_memory_gb())
 """
 
 
@@ -47,6 +60,12 @@ class MallocTest(parameterized.TestCase):
         [f'started {process.pid}'] * (2 if restarted else 1)
         + [f"runs {process.pid} {expected} ['--a=b c', ''] what it reads"],
     )
+
+  @absltest.skipUnless(platform.libc_ver()[0] == 'glibc', 'only glibc can give memory back')
+  def test_freed_memory_goes_back_to_the_system(self):
+    """The last block lies above 300 MB of freed ones, and keeps glibc from shrinking its heap."""
+    done = subprocess.run([sys.executable, '-c', FREES], capture_output=True, text=True, check=True)
+    self.assertGreater(float(done.stdout), 0.25)
 
 
 if __name__ == '__main__':
