@@ -56,7 +56,8 @@ def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
   """Returns 1.0 if the normalised prediction equals any normalised gold, else 0.0.
 
   Choice: if normalisation leaves nothing of a gold (`A`, `The`, `+`), the texts are compared in
-  lower case. Otherwise an empty prediction would be right for each of these golds.
+  lower case, without points around them. Otherwise an empty prediction would be right for each of
+  these golds.
   """
   if prediction is None:
     return 0.0
